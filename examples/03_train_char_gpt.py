@@ -1,0 +1,135 @@
+"""Train a small GPT on characters, watch it learn, and read what it writes.
+
+    python examples/03_train_char_gpt.py                        # text that every Python has; about three minutes
+    python examples/03_train_char_gpt.py --text shakespeare.txt --config baby --steps 5000 --out runs/shakespeare
+    python examples/03_train_char_gpt.py --resume runs/shakespeare --prompt "ROMEO:"
+
+The folder --out holds checkpoint.safetensors, log.csv and loss.png. Ctrl-C saves and says how to go on.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from pathlib import Path
+
+import numpy as np
+
+import minigrad as mg
+from minigrad import data, io, nn, optim, train
+
+# Layers L, heads H, width C, context T, batch B; steps and learning rate that suit them.
+CONFIGS = {
+    "nano": dict(layers=2, heads=2, width=64, context=32, batch=16, steps=3000, lr=3e-3),
+    "baby": dict(layers=4, heads=4, width=128, context=64, batch=12, steps=2000, lr=1e-3),
+    "mid": dict(layers=6, heads=6, width=384, context=256, batch=8, steps=5000, lr=1e-3, dropout=0.2),
+}
+LARGE = 64 << 20                                         # bytes of text from which tokens are kept on disk, memory-mapped
+
+
+def arguments(argv: list[str] | None) -> argparse.Namespace:
+    p = argparse.ArgumentParser(description=__doc__.split("\n")[0])
+    p.add_argument("--text", metavar="FILE", help="UTF-8 text to learn (default: the prose of Python's own documentation)")
+    p.add_argument("--config", choices=CONFIGS, default="baby")
+    p.add_argument("--out", metavar="DIR", default="runs/char-gpt")
+    p.add_argument("--resume", metavar="DIR", help="go on with the run in this folder (same text; --steps may be raised)")
+    p.add_argument("--prompt", metavar="TEXT", help="what the sample begins with")
+    p.add_argument("--sample", type=int, default=400, metavar="N", help="characters to write at the end")
+    p.add_argument("--temperature", type=float, default=0.8)
+    p.add_argument("--device", default="cpu", help="cpu, cuda or cuda:1")
+    p.add_argument("--threads", type=int, help="CPU threads (default: all cores)")
+    p.add_argument("--seed", type=int, default=1337)
+    for name, kind in (("steps", int), ("layers", int), ("heads", int), ("width", int), ("context", int), ("batch", int),
+                       ("lr", float), ("dropout", float), ("eval-every", int)):
+        p.add_argument(f"--{name}", type=kind, help="overrides the config" if name != "eval-every" else "steps between evaluations")
+    return p.parse_args(argv)
+
+
+def settings_of(args: argparse.Namespace) -> dict:
+    """Everything that determines the run: from the checkpoint when resuming, else the config with what was overridden."""
+    given = {k: getattr(args, k) for k in ("steps", "layers", "heads", "width", "context", "batch", "lr", "dropout")}
+    given = {k: v for k, v in given.items() if v is not None}
+    if args.resume:
+        settings = train.read_run(Path(args.resume) / "checkpoint.safetensors")["settings"]
+        fixed = {k: v for k, v in given.items() if k != "steps" and v != settings.get(k)}
+        if fixed:
+            raise train.TrainingError(f"[resume] a run keeps its sizes; this one cannot change {', '.join(fixed)}")
+        settings |= {k: v for k, v in given.items() if k == "steps"}
+        settings["text"] = args.text or settings["text"]
+    else:
+        text = None if args.text is None else str(Path(args.text).resolve())
+        settings = {"dropout": 0.0, **CONFIGS[args.config], **given, "seed": args.seed, "text": text}
+    for name in ("steps", "layers", "heads", "width", "context", "batch", "lr"):
+        if not settings[name] > 0:
+            raise train.TrainingError(f"[arguments] --{name} must be above 0: {settings[name]}")
+    return settings
+
+
+def tokens_of(settings: dict, out: Path) -> tuple[data.CharTokenizer, np.ndarray]:
+    """The text as numbers; a large file is encoded piece by piece to disk and mapped, never loaded whole."""
+    path = settings["text"]
+    if path is not None and Path(path).is_file() and Path(path).stat().st_size > LARGE:
+        tokenizer = data.CharTokenizer.from_file(path)
+        if not (out / "tokens.npy").exists():
+            data.tokenize_to_file(path, out / "tokens.npy", tokenizer)
+        return tokenizer, data.open_tokens(out / "tokens.npy")
+    text = data.builtin_text() if path is None else data.read_text(path)
+    tokenizer = data.CharTokenizer.from_text(text)
+    return tokenizer, tokenizer.encode(text)
+
+
+def main(argv: list[str] | None = None) -> int:
+    args = arguments(argv)
+    device = mg.device(args.device)                      # says at once if there is no such device
+    if args.threads is not None:
+        mg.set_num_threads(args.threads)
+    settings, out = settings_of(args), Path(args.resume or args.out)
+    train.writable_folder(out)
+
+    tokenizer, tokens = tokens_of(settings, out)
+    if settings.setdefault("vocab", tokenizer.to_json()) != tokenizer.to_json():
+        raise train.TrainingError("[resume] the text has other characters than the one this run began with")
+    start = tokenizer.encode(tokenizer.chars[0] if args.prompt is None else args.prompt)   # chars are sorted: "\n" comes first
+    if not len(start):
+        raise train.TrainingError("[arguments] --prompt needs at least one character")
+    held_in, held_out = data.split(tokens, 0.1)
+    train_windows = data.Windows(held_in, settings["context"], settings["batch"], settings["seed"])
+    val_windows = data.Windows(held_out, settings["context"], settings["batch"])
+
+    mg.manual_seed(settings["seed"])
+    model = nn.Transformer(vocab_size=tokenizer.vocab_size, context=settings["context"], d_model=settings["width"],
+                           n_layers=settings["layers"], n_heads=settings["heads"], dropout=settings["dropout"], bias=False).to(device)
+    optimizer = optim.AdamW(train.decay_groups(model, weight_decay=0.1), lr=settings["lr"], betas=(0.9, 0.99))
+    steps, warmup = settings["steps"], min(100, settings["steps"] // 10)
+    schedule = optim.cosine_schedule(settings["lr"], steps, warmup, min_lr=settings["lr"] / 10)
+    print(f"{len(tokens):,} characters, {tokenizer.vocab_size} different; {len(held_in):,} to learn, {len(held_out):,} held out")
+    print(f"{model.num_parameters():,} parameters on {device}: layers {settings['layers']}, heads {settings['heads']}, width "
+          f"{settings['width']}, context {settings['context']}, batch {settings['batch']}, {mg.get_num_threads()} threads")
+
+    if "baseline" not in settings:                       # what counting four characters at a time achieves
+        ngram = data.NgramModel(4).fit(held_in[:10_000_000], tokenizer.vocab_size)
+        settings["baseline"] = {"name": "4-gram model", "loss": ngram.loss(held_out[:1_000_000])}
+    print(f"4-gram model of the same text: validation loss {settings['baseline']['loss']:.4f}")
+    run = train.Run(out, model, optimizer, train_windows, val_windows, steps, schedule, clip=1.0,
+                    eval_every=args.eval_every or max(1, steps // 8), settings=settings)
+    if args.resume:
+        run.resume()
+        print(f"resumed {out} at step {run.step}")
+    run.fit()
+    if run.interrupted:
+        print(f"stopped at step {run.step} of {steps} and saved; to go on:\n  python {sys.argv[0]} --resume {out}")
+        return 130
+
+    print(f"validation loss {run.rows[-1]['val_loss']:.4f}, 4-gram model {settings['baseline']['loss']:.4f} (nats per character)")
+    print(f"written: {run.checkpoint}, {out / 'log.csv'}, {out / 'loss.png'}")
+    print(f"--- a sample (python {sys.argv[0]} --resume {out} --prompt '...' writes more) ---")
+    written = model.generate(start[None], args.sample, temperature=args.temperature, top_k=None)
+    print(tokenizer.decode(written[0]).lstrip("\n"))
+    return 0
+
+
+if __name__ == "__main__":
+    try:
+        sys.exit(main())
+    except (data.DataError, io.CheckpointError, train.TrainingError, ImportError, RuntimeError, ValueError, OSError) as error:
+        sys.exit(f"error: {error}")

@@ -1,0 +1,176 @@
+"""Scaled dot-product attention on raw NumPy arrays: the fused and the tiled kernel.
+
+Equation numbers are those of Appendix A.10. Legend: B batch, T query positions, S key positions,
+H heads (Hq of the queries, Hkv of keys and values), D head width (Dv of the values).
+
+For one query row i of one head, with its visible set V_i:
+
+    S_ij = scale q_i . k_j                                                            (A.10.1)
+    E_ij = exp(S_ij - m_i) for j in V_i, else 0;   l_i = sum_j E_ij;   A = E / z      (A.10.2)
+    O    = A V                                                                        (A.10.3)
+
+`fused` keeps E, all of it. `tiled` walks over tiles of keys and keeps one number a row, the
+log-sum-exp m + log z, from which its backward computes every tile of A again: memory grows with T.
+
+All four functions take, in this order and by these names:
+
+    q (*L, Hq, T, D)   k (*L, Hkv, S, D)   v (*L, Hkv, S, Dv)   leading axes L broadcast;
+           arrays of two axes have no head axis
+    mask   None or bool, broadcasts to (*L, Hq, T, S); True: this key may be seen
+    bias   None or float, likewise; added to the scores after the softcap; -inf hides the key
+    sinks  None or (Hq,): one score a head that joins the row's sum z and nothing else
+    scale, softcap  S is scale q k^T, and with softcap c then c tanh(S / c)
+    query_offset, causal, window  row i stands at key position p = i + query_offset; causal: it sees
+           j <= p; window w: p - w < j, and unless causal j < p + w too
+    kv_head  None, or g(r) of A.10.5 as Hq integers: query head r uses kv head g(r)
+    dropout  None or (p, bits): bits(row0, row1, col0, col1, S) is the block of random uint32 words,
+           rows counted over (*L, Hq, T); kept where word >= p 2^32, and then divided by 1 - p
+
+A row that sees nothing: o and all gradients are 0, lse is -inf (or its sink). A hidden key may hold
+infinities or NaN in K, as its score is overwritten; it must be finite in V, and in the backward in
+K, because 0 NaN is NaN in A V and G_S K. float16 is computed in float32; results have the dtype of
+their inputs, lse the dtype of the computation. Nothing depends on the number of threads.
+"""
+
+import numpy as np
+
+from minigrad.kernels.numpy.attention_blocks import ALL, Backward, Problem, run, runs, size, stack
+
+# fused: query rows of a block, and bytes of scores of the small heads that one block takes together
+ROWS, SLAB_BYTES = 128, 1 << 18
+# tiled: query rows and keys of a tile; its scores are what a core's cache holds
+TILE_ROWS, KEYS = 256, 512
+
+
+def fused(q, k, v, mask, bias, sinks, **params):
+    """O = A V.  Returns o (*L, Hq, T, Dv) and (lse, z, E, kept); lse and z are (*L, Hq, T).
+
+    E and dropout's kept (None without) are flat: the blocks one after another, without the keys
+    that causal or window hide from a whole block.
+    """
+    p = Problem(q, k, v, mask, bias, sinks, **params)
+    blocks = p.blocks(ROWS, SLAB_BYTES)
+    o, lse, z_all = p.outputs()
+    e_all = np.empty(blocks[-1].place.stop if blocks else 0, p.dtype)
+    kept_all = None if p.bits is None else np.empty(e_all.shape, bool)
+
+    def body(b):
+        k, v = p.keys_values(b)
+        e = p.scores(b, b.keys, p.queries(b), k, out=part(e_all, b))
+        m, z, _ = absorb(e, *p.start(b))
+        p.put(lse, b, m + np.log(z))
+        p.put(z_all, b, z)
+        if kept_all is not None:
+            kept = part(kept_all, b)
+            kept[...] = p.kept(b, b.keys)
+            e = e * kept
+        p.put(o, b, e @ v * (p.boost / nonzero(z)))
+
+    run(blocks, body)
+    return p.leave(o).astype(q.dtype, copy=False), (*map(p.leave_rows, (lse, z_all)), e_all, kept_all)
+
+
+def fused_backward(ct, q, k, v, mask, bias, sinks, o, lse, z, e, kept, *, need_bias, **params):
+    """The gradients of q, k, v, bias, sinks in their shapes; None where there is none to give.
+
+    A = E / z divides whole rows, so G_O and c are divided instead, which are narrower:
+    G_V = E^T (G_O / z)  and  G_S = E ((G_O / z) V^T - c / z).
+    """
+    p = Backward(ct, o, need_bias, q, k, v, mask, bias, sinks, **params)
+    z = z.reshape(p.c.shape)
+
+    def body(group):
+        for b in group:
+            total = nonzero(p.stacked(z, b))
+            g, c = p.stacked(p.ct, b) * (p.boost / total), p.stacked(p.c, b) / total
+            p.add_q(b, p.step(b, b.keys, p.queries(b), *p.keys_values(b), g, c,
+                              part(e, b), part(kept, b)))
+
+    run(p.groups(p.blocks(ROWS, SLAB_BYTES)), body)
+    return p.results(q, k, v, bias, sinks, lse)
+
+
+def tiled(q, k, v, mask, bias, sinks, **params):
+    """O = A V without A (A.10.6).  Returns o (*L, Hq, T, Dv) and (lse,), lse (*L, Hq, T)."""
+    p = Problem(q, k, v, mask, bias, sinks, **params)
+    o, lse, _ = p.outputs()
+
+    def body(group):
+        k, v = packed(p, group)
+        for b in group:
+            q, (m, z), total = p.queries(b), p.start(b), 0
+            for keys in tiles(p, b):
+                e = p.scores(b, keys, q, k[..., keys, :])
+                m, z, shrink = absorb(e, m, z)
+                if p.bits is not None:
+                    e *= p.kept(b, keys)
+                total = total * shrink + e @ v[..., keys, :]
+            p.put(lse, b, m + np.log(z))
+            p.put(o, b, total * (p.boost / nonzero(z)))
+
+    run(p.groups(p.blocks(TILE_ROWS)), body)
+    return p.leave(o).astype(q.dtype, copy=False), (p.leave_rows(lse),)
+
+
+def tiled_backward(ct, q, k, v, mask, bias, sinks, o, lse, *, need_bias, **params):
+    """What `fused_backward` returns, from A = exp(S - lse), computed again tile by tile."""
+    p = Backward(ct, o, need_bias, q, k, v, mask, bias, sinks, **params)
+    shifts = finite(lse).reshape(p.c.shape)
+
+    def body(group):
+        k, v = packed(p, group)
+        for b in group:
+            q, g, c = p.queries(b), p.stacked(p.ct, b) * p.boost, p.stacked(p.c, b)
+            shift, ct_q = p.stacked(shifts, b), np.zeros_like(q)
+            for keys in tiles(p, b):
+                tile = k[..., keys, :], v[..., keys, :]
+                a = p.scores(b, keys, q, tile[0])
+                a -= shift
+                np.exp(a, out=a)
+                ct_q += p.step(b, keys, q, *tile, g, c, a, p.kept(b, keys))
+            p.add_q(b, ct_q)
+
+    run(p.groups(p.blocks(TILE_ROWS)), body)
+    return p.results(q, k, v, bias, sinks, lse)
+
+
+def absorb(s, m, z):
+    """Online softmax: scores s become E = exp(s - m'); returns m', z' and what shrinks old sums.
+
+    m, z (.., rows, 1) are the rows' max and sum before these keys, m', z' with them:
+    m' = max(m, max_j s_ij),   z' = z exp(m - m') + sum_j E_ij.
+    """
+    m_new = np.maximum(m, s.max(-1, keepdims=True, initial=-np.inf))
+    shift = finite(m_new)
+    s -= shift
+    np.exp(s, out=s)
+    shrink = np.exp(m - shift)
+    return m_new, z * shrink + s.sum(-1, keepdims=True), shrink
+
+
+def finite(m):
+    """m, and 0 for the -inf of a row that saw nothing yet: exp(-inf - 0) is 0, not NaN."""
+    return np.where(m == -np.inf, 0, m)
+
+
+def nonzero(z):
+    """z, and 1 for the 0 of a row that saw nothing: 0 / 1 is 0, not NaN."""
+    return np.where(z == 0, 1, z)
+
+
+def part(flat, b):
+    """The block's scores in a flat array of all blocks, (n, p, G rows, keys); None of None."""
+    return None if flat is None else flat[b.place].reshape(stack(b.shape))
+
+
+def packed(p, group):
+    """All keys and values of a group's head, contiguous: its blocks read them over and over."""
+    return map(np.ascontiguousarray, p.keys_values(group[0]._replace(keys=ALL)))
+
+
+def tiles(p, b):
+    """The block's keys in runs of about KEYS; without those that the mask hides from all rows."""
+    count = max(1, -(-size(b.keys) // KEYS))
+    for keys in runs(b.keys.start, b.keys.stop, -(-size(b.keys) // count)):
+        if p.sees_any(b, keys):
+            yield keys

@@ -1,0 +1,212 @@
+"""Scaled dot-product attention, Appendix A.10: the composition line by line, and the kernels that must equal it."""
+
+from __future__ import annotations
+
+import inspect
+import math
+
+import numpy as np
+
+from minigrad.backend.device import is_array, xp
+from minigrad.backend.random import Key, stream
+from minigrad.kernels.numpy import attention as _numpy
+from minigrad.ops.elementwise import on_device_of, tanh
+from minigrad.ops.index import take
+from minigrad.ops.shape import broadcast_to, concatenate, reshape, swapaxes
+from minigrad.ops.softmax import _masked_softmax, check_empty_choice, check_visible, refuse_empty
+from minigrad.tape import _raw, _state, describe, primitive, sample
+
+TILED_FROM = 1024 * 1024                                 # "auto" tiles from this many scores a head (measured)
+
+
+def visible_set(t, s, mask=None, causal=False, query_offset=0, window=None, m=np):
+    """The visible sets of A.10.1 as one bool array broadcastable to (..., T, S), or None if every key is seen.
+
+    Query i stands at key position p = i + query_offset. Causal: keys j <= p (A.10.6). Window w: with causal only
+    j > p - w, else |p - j| < w. The mask is one more condition.
+    """
+    seen = [] if mask is None else [mask]
+    if causal or window is not None:
+        p, j = m.arange(t)[:, None] + query_offset, m.arange(s)
+        if causal:
+            seen.append(j <= p)
+        if window is not None:
+            seen += [j > p - window] if causal else [abs(p - j) < window]
+    visible = None
+    for part in seen:
+        visible = part if visible is None else visible & part
+    return visible
+
+
+def _composition(q, k, v, mask=None, bias=None, sinks=None, /, scale=1.0, causal=False, query_offset=0, window=None,
+                 softcap=None, kv_head=None, dropout=None, empty_rows="zeros"):
+    """Every line of A.10 as a node. kv_head: for each query head its key/value head g(r) (A.10.5), or None."""
+    if kv_head is not None:
+        k, v = take(k, np.array(kv_head), axis=-3), take(v, np.array(kv_head), axis=-3)
+    scores = (q @ swapaxes(k, -1, -2)) * scale           # (A.10.1)
+    if softcap is not None:
+        scores = softcap * tanh(scores / softcap)
+    if bias is not None:
+        scores = scores + bias
+    m = xp(_raw(scores))
+    visible = visible_set(*scores.shape[-2:], _raw(mask), causal, query_offset, window, m)
+    if sinks is not None:                                # one more key per head that every row sees, without a value
+        column = broadcast_to(reshape(sinks, (-1, 1, 1)), (*scores.shape[:-1], 1))
+        if visible is not None:
+            visible = m.broadcast_to(visible, scores.shape)
+            visible = m.concatenate([visible, m.ones(column.shape, bool)], axis=-1)
+        scores = concatenate([scores, column], axis=-1)
+    if empty_rows == "raise":
+        _check_rows(_raw(scores), visible)
+    a = _masked_softmax(scores, visible)                 # (A.10.2)
+    a = a if sinks is None else a[..., :-1]
+    if dropout is not None:
+        p, key = dropout
+        rows = m.arange(math.prod(a.shape[:-1])).reshape(*a.shape[:-1], 1)
+        a = a * ((key.bits(rows, m.arange(a.shape[-1]), m) >= m.uint32(round(p * 2**32))) * a.dtype.type(1.0 / (1.0 - p)))
+    return a @ v                                         # (A.10.3)
+
+
+def _check_rows(scores, visible):
+    seen = scores > -np.inf if visible is None else (scores > -np.inf) & visible
+    refuse_empty("scaled_dot_product_attention", ~seen.any(axis=-1))
+
+
+def _kernel(name: str):
+    """The NumPy kernel `name` and its joint backward, as the engine calls them."""
+    run, back = getattr(_numpy, name), getattr(_numpy, name + "_backward")
+
+    def options(scale, causal, query_offset, window, softcap, kv_head, dropout):
+        if dropout is not None:
+            p, key = dropout
+            dropout = p, lambda r0, r1, c0, c1, s: key.bits(np.arange(r0, r1)[:, None], np.arange(c0, c1)[None])
+        return dict(scale=scale, causal=causal, query_offset=query_offset, window=window, softcap=softcap, kv_head=kv_head,
+                    dropout=dropout)
+
+    def forward(q, k, v, mask, bias, sinks, empty_rows, **params):
+        o, kept = run(q, k, v, mask, bias, sinks, **options(**params))
+        kept = kept if isinstance(kept, tuple) else (kept,)
+        sees = params["causal"] and params["query_offset"] >= 0 and (params["window"] is None or params["query_offset"] == 0)
+        if empty_rows == "raise" and not (sees and mask is None and bias is None and k.shape[-2]):
+            refuse_empty("scaled_dot_product_attention", np.isneginf(kept[0]))
+        return o, kept
+
+    def rule(ct, q, k, v, mask, bias, sinks, y, kept, needs, scale, causal, query_offset, window, softcap, kv_head, dropout):
+        given = options(scale, causal, query_offset, window, softcap, kv_head, dropout)
+        cts = back(ct, q, k, v, mask, bias, sinks, y, *kept, need_bias=needs[4], **given)
+        return (*cts[:3], None, *cts[3:])
+
+    return forward, rule, "kept"
+
+
+_see = np.tril(np.ones((4, 4), bool)) & (np.arange(4) != 1)
+_half = {"scale": 0.5}
+_rows = [sample((2, 3, 4), (2, 5, 4), (2, 5, 2), **_half), sample((3, 4, 2), (3, 4, 2), (3, 4, 2), causal=True, **_half),
+         sample((2, 1, 4, 2), (2, 1, 4, 2), (2, 1, 4, 3), _see, **_half), sample((4, 2), (4, 2), (4, 2), None, (4, 4), **_half),
+         sample((4, 3, 2), (2, 3, 2), (2, 3, 2), kv_head=(0, 0, 1, 1), **_half),
+         sample((3, 2, 2), (2, 5, 2), (2, 5, 2), None, (5,), (3,), kv_head=(1, 0, 1), softcap=2.0, causal=True, query_offset=3,
+                window=2, **_half),
+         sample((2, 3, 2), (2, 3, 2), (2, 3, 2), dropout=(0.5, Key((3, 1))), **_half),
+         sample((2, 3, 2), (2, 3, 2), (2, 3, 2), causal=True, query_offset=-1, **_half), sample((2, 0, 2), (2, 3, 2), (2, 3, 2))]
+
+
+def _declare(name: str):
+    def attention(*args, **params):
+        return _composition(*args, **params)
+    attention.__name__, attention.__doc__ = f"attention_{name}", _composition.__doc__
+    attention.__signature__ = inspect.signature(_composition)
+    return primitive(attention, kernels={"numpy": _kernel(name)}, samples=_rows)
+
+
+_implementations = {"composed": _composition, "fused": _declare("fused"), "tiled": _declare("tiled")}
+
+
+def scaled_dot_product_attention(q, k, v, attn_mask=None, dropout_p=0.0, is_causal=False, scale=None, enable_gqa=False, *,
+                                 query_offset=None, window=None, kv_head=None, softcap=None, sinks=None,
+                                 empty_rows="raise", implementation="auto"):
+    """softmax(q k^T / sqrt(D)) v over each query's visible set: A.10.1 to A.10.3, backward A.10.5 to A.10.9.
+
+    q (*L, Hq, T, D), k (*L, Hkv, S, D), v (*L, Hkv, S, Dv) -> (*L, Hq, T, Dv); leading axes broadcast, none is fine.
+    attn_mask: bool, **True = this key may be seen**, or float, added to the scores (-inf hides; it gets a gradient if it
+        requires one); broadcastable to (*L, Hq, T, S). Combines with everything below.
+    is_causal: query i sees keys j <= i + query_offset. With T != S the offset must be given (S - T with a cache).
+    window=w: with is_causal only the last w of those keys; without, |position - key| < w.
+    enable_gqa: query head r uses key/value head r // (Hq // Hkv); kv_head=[...] any map g(r) (A.10.5). Their cotangents
+        sum over the heads that share.
+    scale: default 1/sqrt(D) (A.10.1). softcap=c: scores become c tanh(scores / c) before any mask is added.
+    sinks (Hq,): a score per head that joins a row's normalising sum and nothing else.
+    dropout_p: on the weights; the bits are recomputed in the backward.
+    empty_rows: a row that sees nothing has no softmax; "raise" names the first, "zeros" gives zeros and zero gradients.
+    implementation: "composed" (a node for every line), "fused" (keeps A), "tiled" (online softmax, memory O(T): Dao et
+        al., 2022), "auto".
+    """
+    op = "scaled_dot_product_attention"
+    for name, x in (("q", q), ("k", k), ("v", v)):
+        if x.ndim < 2:
+            raise ValueError(f"[{op}] q, k and v are (*L, H, T, D): got {name} {x.shape}")
+    t, s, d = q.shape[-2], k.shape[-2], q.shape[-1]
+    heads, shared = (x.shape[-3] if x.ndim > 2 else 1 for x in (q, k))
+    if k.shape[-1] != d or v.shape[-2] != s or (v.shape[-3] if v.ndim > 2 else 1) != shared:
+        raise ValueError(f"[{op}] q and k share D, k and v share S and heads: q {q.shape}, k {k.shape}, v {v.shape}")
+    try:
+        lead = np.broadcast_shapes(q.shape[:-3], k.shape[:-3], v.shape[:-3])
+    except ValueError:
+        raise ValueError(f"[{op}] leading axes must broadcast: q {q.shape}, k {k.shape}, v {v.shape}") from None
+    kv_head = _kv_map(op, heads, shared, enable_gqa, kv_head)
+    if (is_causal or window is not None) and query_offset is None and t != s:
+        raise ValueError(f"[{op}] causal or windowed attention of {t} queries over {s} keys is ambiguous: say which key position "
+                         f"query 0 has; query_offset={s - t} aligns the ends (decoding with a cache), 0 the beginnings")
+    if window is not None and (isinstance(window, bool) or int(window) != window or window < 1):
+        raise ValueError(f"[{op}] window is an integer of at least 1: got {window!r}")
+    if softcap is not None and not softcap > 0:
+        raise ValueError(f"[{op}] softcap is positive: got {softcap!r}")
+    if not 0.0 <= dropout_p < 1.0:
+        raise ValueError(f"[{op}] dropout_p is in [0, 1): got {dropout_p!r}")
+    if implementation not in (*_implementations, "auto"):
+        raise ValueError(f'[{op}] implementation is "auto", "composed", "fused" or "tiled": got {implementation!r}')
+    check_empty_choice(op, empty_rows)
+    shape = (*lead, *((heads,) if q.ndim > 2 or k.ndim > 2 else ()), t, s)
+    mask, bias = _split_mask(op, attn_mask, shape)
+    if sinks is not None and sinks.shape != (heads,):
+        raise ValueError(f"[{op}] sinks holds a score per query head, ({heads},): got {describe(sinks)}")
+    if implementation == "auto":
+        implementation = "tiled" if t * s >= TILED_FROM else "fused"
+    if _state.composed:
+        implementation = "composed"
+    return _implementations[implementation](
+        q, k, v, None if mask is None else on_device_of(mask, q), None if bias is None else on_device_of(bias, q), sinks,
+        scale=1.0 / math.sqrt(d) if scale is None else float(scale), causal=bool(is_causal), query_offset=int(query_offset or 0),
+        window=None if window is None else int(window), softcap=None if softcap is None else float(softcap), kv_head=kv_head,
+        dropout=(float(dropout_p), stream.key()) if dropout_p else None, empty_rows=empty_rows)
+
+
+def _kv_map(op, heads, shared, enable_gqa, kv_head):
+    """g(r) for each query head as a tuple, or None when every head has its own."""
+    if kv_head is not None:
+        given = [int(r) for r in np.asarray(kv_head).reshape(-1)]
+        if len(given) != heads or not all(0 <= r < shared for r in given):
+            raise ValueError(f"[{op}] kv_head names for each of {heads} query heads one of {shared} key/value heads, "
+                             f"0 to {shared - 1}: got {given}")
+        return tuple(given)
+    if heads == shared:
+        return None
+    if not enable_gqa:
+        raise ValueError(f"[{op}] {heads} query heads over {shared} key/value heads: pass enable_gqa=True to share them in order, "
+                         "or kv_head=[...]")
+    if shared == 0 or heads % shared:
+        raise ValueError(f"[{op}] query heads must be a multiple of key/value heads to share them evenly: {heads} over {shared}; "
+                         "or pass kv_head=[...]")
+    return tuple(r // (heads // shared) for r in range(heads))
+
+
+def _split_mask(op, attn_mask, shape):
+    """(bool mask, None) or (None, additive bias), checked against the shape of the scores."""
+    if attn_mask is None:
+        return None, None
+    kind = getattr(attn_mask, "dtype", np.asarray(_raw(attn_mask)).dtype if not is_array(_raw(attn_mask)) else None)
+    if np.dtype(kind).kind in "fV":
+        bias = attn_mask if hasattr(attn_mask, "dtype") else np.asarray(attn_mask)
+        check_visible(op, np.broadcast_to(np.True_, bias.shape), shape)
+        return None, bias
+    return check_visible(op, attn_mask, shape), None
+

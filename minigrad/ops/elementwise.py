@@ -1,0 +1,258 @@
+"""Functions of one element at a time. All broadcast like NumPy; the engine sums cotangents back (A vjp per argument)."""
+
+from __future__ import annotations
+
+import math
+
+import numpy as np
+
+from minigrad.backend.device import cupyx_special, is_array, to_device, xp
+from minigrad.kernels.numpy import activation as _numpy
+from minigrad.tape import Tensor, primitive, sample
+
+_pair = [sample((2, 3), (2, 3)), sample((2, 1, 3), (4, 1)), sample((), (2,)), sample((0, 3), (3,)), sample((3,), 2.0),
+         sample((2, 3), (4,), error="[OP]")]
+
+
+def _errors(name: str, rows: list) -> list:
+    """The rows with the op's own name in the expected messages."""
+    return [sample(*r.args, low=r.low, high=r.high, error=r.error and r.error.replace("OP", name), **r.params)
+            for r in rows]
+
+
+@primitive(broadcasts=True, samples=_errors("add", _pair), rules=[lambda ct: ct, lambda ct: ct])
+def add(a, b, /):
+    """a + b"""
+    return a + b
+
+
+@primitive(broadcasts=True, samples=_errors("subtract", _pair), rules=[lambda ct: ct, lambda ct: -ct])
+def subtract(a, b, /):
+    """a - b"""
+    return a - b
+
+
+@primitive(broadcasts=True, samples=_errors("multiply", _pair), rules=[lambda ct, b: ct * b, lambda ct, a: ct * a])
+def multiply(a, b, /):
+    """a b"""
+    return a * b
+
+
+@primitive(broadcasts=True, samples=[sample((2, 3), (2, 3), low=0.5), sample((2, 1), (1, 3), low=0.5), sample(2.0, (3,), low=0.5)],
+           rules=[lambda ct, b: ct / b, lambda ct, b, y: -(ct * y) / b])
+def divide(a, b, /):
+    """a / b;  ct_b = -ct y / b"""
+    return a / b
+
+
+def _power_rule_a(ct, a, b):
+    if not is_array(b) and not isinstance(b, Tensor):
+        return ct * (b * a ** (b - 1)) if b else ct * 0.0
+    return ct * (b * a ** where(b == 0, 1.0, b - 1))     # b = 0: the factor b makes it 0, also at a = 0
+
+
+@primitive(broadcasts=True, samples=[sample((2, 3), (2, 3), low=0.5), sample((3, 1), (2,), low=0.5), sample((4,), 2),
+                                     sample((4,), 0), sample((4,), -1.5, low=0.5), sample(2.0, (3,))],
+           rules=[_power_rule_a, lambda ct, a, y: ct * y * log(where(a == 0, 1.0, a))])
+def power(a, b, /):
+    """a^b;  ct_a = ct b a^(b-1),  ct_b = ct y log a  (0 where a = 0)"""
+    return a**b
+
+
+@primitive(samples=[sample((2, 3)), sample(()), sample((0,))], rules=[lambda ct: -ct])
+def negative(x, /):
+    """-x"""
+    return -x
+
+
+@primitive(samples=[sample((2, 3)), sample(())], rules=[lambda ct, y: ct * y])
+def exp(x, /):
+    """e^x"""
+    return xp(x).exp(x)
+
+
+@primitive(samples=[sample((2, 3), low=0.2)], rules=[lambda ct, x: ct / x])
+def log(x, /):
+    """The natural logarithm."""
+    return xp(x).log(x)
+
+
+@primitive(samples=[sample((2, 3), low=-0.5)], rules=[lambda ct, x: ct / (1.0 + x)])
+def log1p(x, /):
+    """log(1 + x), accurate near 0"""
+    return xp(x).log1p(x)
+
+
+@primitive(samples=[sample((2, 3))], rules=[lambda ct, y: ct * (y + 1.0)])
+def expm1(x, /):
+    """e^x - 1, accurate near 0"""
+    return xp(x).expm1(x)
+
+
+@primitive(samples=[sample((2, 3), low=0.2)], rules=[lambda ct, y: ct * 0.5 / y])
+def sqrt(x, /):
+    """The square root; ct_x = ct / (2 y)"""
+    return xp(x).sqrt(x)
+
+
+@primitive(samples=[sample((2, 3)), sample(())], rules=[lambda ct, x: 2.0 * x * ct])
+def square(x, /):
+    """x^2"""
+    return x * x
+
+
+@primitive(samples=[sample((2, 3))], rules=[lambda ct, x: ct * cos(x)])
+def sin(x, /):
+    """sin x (radians)"""
+    return xp(x).sin(x)
+
+
+@primitive(samples=[sample((2, 3))], rules=[lambda ct, x: -(ct * sin(x))])
+def cos(x, /):
+    """cos x (radians)"""
+    return xp(x).cos(x)
+
+
+@primitive(samples=[sample((2, 3)), sample(())], rules=[lambda ct, y: ct * (1.0 - y * y)])
+def tanh(x, /):
+    """tanh x;  ct_x = ct (1 - y^2)"""
+    return xp(x).tanh(x)
+
+
+@primitive(samples=[sample((2, 3)), sample(())], rules=[lambda ct, y: ct * (y * (1.0 - y))])
+def sigmoid(x, /):
+    """1 / (1 + e^-x) = (1 + tanh(x/2)) / 2, which cannot overflow;  ct_x = ct y (1 - y)"""
+    return 0.5 * xp(x).tanh(0.5 * x) + 0.5
+
+
+@primitive(samples=[sample((2, 3))], rules=[lambda ct, x: ct * sigmoid(x)])
+def softplus(x, /):
+    """log(1 + e^x) = max(x, 0) + log1p(e^-|x|), which cannot overflow"""
+    m = xp(x)
+    return m.maximum(x, 0) + m.log1p(m.exp(-m.abs(x)))
+
+
+@primitive(samples=[sample((2, 3)), sample((0,))], rules=[lambda ct, y: ct * (y > 0)])
+def relu(x, /):
+    """max(x, 0); the gradient at 0 is 0"""
+    return xp(x).maximum(x, 0)
+
+
+@primitive(samples=[sample((2, 3))], rules=[lambda ct, x: ct * (2.0 / math.sqrt(math.pi)) * exp(-(x * x))])
+def erf(x, /):
+    """2/sqrt(pi) times the integral of e^(-t^2) from 0 to x"""
+    return _numpy.erf(x) if xp(x) is np else cupyx_special().erf(x)
+
+
+@primitive(samples=[sample((2, 3)), sample(()), sample((2, 3), approximate="tanh"), sample((0, 2)),
+                    sample((2,), approximate="sigmoid", error='approximate is "none" or "tanh"')],
+           kernels={"numpy": (_numpy.gelu, _numpy.gelu_backward)})
+def gelu(x, /, approximate="none"):
+    """x Phi(x) = x (1 + erf(x / sqrt 2)) / 2, or with approximate="tanh" x (1 + tanh(sqrt(2/pi)(x + 0.044715 x^3))) / 2
+    (Hendrycks and Gimpel, 2016)"""
+    if approximate == "tanh":
+        return 0.5 * x * (1.0 + tanh(math.sqrt(2.0 / math.pi) * (x + 0.044715 * x * x * x)))
+    if approximate != "none":
+        raise ValueError(f'[gelu] approximate is "none" or "tanh": got {approximate!r}')
+    return 0.5 * x * (1.0 + erf(x * math.sqrt(0.5)))
+
+
+@primitive(samples=[sample((2, 3)), sample(()), sample((0, 2))], kernels={"numpy": (_numpy.silu, _numpy.silu_backward)})
+def silu(x, /):
+    """x sigmoid(x), also called swish (Elfwing et al., 2017)"""
+    return x * sigmoid(x)
+
+
+@primitive(samples=[sample((2, 3))], rules=[None])
+def sign(x, /):
+    """-1, 0 or 1; no gradient"""
+    return xp(x).sign(x)
+
+
+@primitive(samples=[sample((2, 3)), sample(())], rules=[lambda ct, x: ct * sign(x)])
+def abs_(x, /):
+    """|x|; the gradient at 0 is 0"""
+    return xp(x).abs(x)
+
+
+# At a tie each side gets half.
+@primitive(broadcasts=True, samples=_errors("maximum", _pair),
+           rules=[lambda ct, a, b: ct * ((a > b) + 0.5 * (a == b)), lambda ct, a, b: ct * ((b > a) + 0.5 * (a == b))])
+def maximum(a, b, /):
+    """The larger of a and b, elementwise; at a tie the gradient is shared equally"""
+    return _either("maximum", a, b)
+
+
+@primitive(broadcasts=True, samples=_errors("minimum", _pair),
+           rules=[lambda ct, a, b: ct * ((a < b) + 0.5 * (a == b)), lambda ct, a, b: ct * ((b < a) + 0.5 * (a == b))])
+def minimum(a, b, /):
+    """The smaller of a and b, elementwise; at a tie the gradient is shared equally"""
+    return _either("minimum", a, b)
+
+
+def _either(name, a, b):
+    return getattr(xp(a if is_array(a) else b), name)(a, b)
+
+
+def _inside(x, low, high):
+    keep = x == x                                        # NaN passes nothing
+    keep = keep if low is None else keep & (x >= low)
+    return keep if high is None else keep & (x <= high)
+
+
+@primitive(broadcasts=True, samples=[sample((2, 3), -1.0, 1.0), sample((2, 3), (3,), None), sample((2, 3), None, (2, 1)),
+                                     sample((2, 3), (3,), 1.9), sample((2,), None, None)],
+           rules=[lambda ct, x, low, high: ct * _inside(x, low, high), lambda ct, x, low: ct * (x < low),
+                  lambda ct, x, high: ct * (x > high)])
+def clip(x, low=None, high=None, /):
+    """min(max(x, low), high); the gradient of x is 1 at its bounds, and a Tensor bound gets what it replaces"""
+    x = x if low is None else _either("maximum", x, low)
+    return _either("minimum", x, high) if high is not None else x + 0
+
+
+@primitive(broadcasts=True, samples=[sample(np.array([True, False, True]), (2, 3), (3,)),
+                                     sample(np.array([[True], [False]]), (3,), 0.0), sample(np.array(True), (), (2,))],
+           rules=[None, lambda ct, condition: _where(condition, ct, 0.0), lambda ct, condition: _where(condition, 0.0, ct)])
+def _where(condition, a, b, /):
+    """a where the condition holds, else b"""
+    return xp(condition).where(condition, a, b)
+
+
+def where(condition, a, b):
+    """a where the condition (bool, may be a NumPy array on any device) holds, else b. Broadcasts like NumPy."""
+    return _where(on_device_of(condition, a, b), a, b)
+
+
+def on_device_of(constant, *others):
+    """A NumPy constant (a mask, ids) brought to where the Tensors are."""
+    if isinstance(constant, (bool, list, tuple, np.generic)):
+        constant = np.asarray(constant)
+    for other in others:
+        if isinstance(other, Tensor) and isinstance(constant, np.ndarray):
+            return to_device(constant, other.device)
+    return constant
+
+
+def _comparison(name: str, symbol: str):
+    def compare(a, b, /):
+        return _either(name, a, b)
+    compare.__name__, compare.__doc__ = name, f"a {symbol} b, elementwise: bool, no gradient"
+    return primitive(compare, broadcasts=True, samples=[sample((2, 3), (3,)), sample((2,), 0.5)])
+
+
+greater, greater_equal = _comparison("greater", ">"), _comparison("greater_equal", ">=")
+less, less_equal = _comparison("less", "<"), _comparison("less_equal", "<=")
+equal, not_equal = _comparison("equal", "=="), _comparison("not_equal", "!=")
+logical_and, logical_or = _comparison("logical_and", "and"), _comparison("logical_or", "or")
+
+
+@primitive(samples=[sample((2, 3))])
+def logical_not(x, /):
+    """not x: bool, no gradient"""
+    return xp(x).logical_not(x)
+
+
+@primitive(samples=[sample((2, 3))])
+def isfinite(x, /):
+    """True where x is neither NaN nor infinite"""
+    return xp(x).isfinite(x)

@@ -1,0 +1,91 @@
+"""Taking by number: embedding, take, take_along_axis, one_hot. Numbers out of range are errors that name number and size;
+they never wrap. take and take_along_axis count negatives from the end as NumPy does, an embedding does not."""
+
+from __future__ import annotations
+
+import numpy as np
+
+from minigrad.backend.device import is_array, to_host, xp
+from minigrad.kernels.numpy import embedding as _numpy
+from minigrad.ops.elementwise import on_device_of, where
+from minigrad.ops.shape import getitem, reshape
+from minigrad.tape import _raw, _wrap, primitive, sample
+
+
+def check_ids(op: str, ids, n: int, low: int = 0, but: int | None = None):
+    """`ids` as a raw integer array, every one in low .. n-1 (or equal to `but`); an error names the first that is not."""
+    ids = _raw(ids)
+    ids = ids if is_array(ids) else np.asarray(ids, dtype=None if np.size(ids) else np.int64)
+    if ids.dtype.kind not in "iu":
+        raise TypeError(f"[{op}] ids are integers: got {ids.dtype}")
+    bad = (ids < low) | (ids >= n)
+    bad = bad if but is None else bad & (ids != but)
+    if ids.size and bool(bad.any()):
+        where = tuple(int(i[0]) for i in to_host(xp(ids).stack(xp(ids).nonzero())).reshape(ids.ndim, -1)) if ids.ndim else ()
+        raise IndexError(f"[{op}] id {int(ids[where])} at {where} is out of range for size {n}")
+    return ids
+
+
+def _lookup(table, ids):
+    return table[ids]
+
+
+def _scatter(ct, ids, table_shape):
+    return _numpy.embedding_backward(ct.reshape(-1, ct.shape[-1]), ids.reshape(-1), table_shape[0])
+
+
+@primitive(kernels={"numpy": (_lookup, _scatter)},
+           samples=[sample((5, 3), ids=np.array([[0, 4], [4, 2]])), sample((4, 2), ids=np.array(1)), sample((4, 2), ids=np.zeros((0, 2), int))])
+def _embedding(table, /, ids):
+    return getitem(table, ids)
+
+
+def embedding(ids, table):
+    """Rows of the table: ids (*S) integers in 0 .. V-1, table (V, C) -> (*S, C). ct_table sums ct over equal ids."""
+    if table.ndim != 2:
+        raise ValueError(f"[embedding] the table is (V, C): got {table.shape}")
+    return _embedding(table, ids=on_device_of(check_ids("embedding", ids, table.shape[0]), table))
+
+
+def take(x, indices, axis=None):
+    """Elements of x at `indices` along `axis` (of the flattened x without one); negatives count from the end."""
+    x = reshape(x, (-1,)) if axis is None else x
+    axis = (axis or 0) % x.ndim
+    n = x.shape[axis]
+    return getitem(x, (slice(None),) * axis + (on_device_of(check_ids("take", indices, n, low=-n), x),))
+
+
+def take_along_axis(x, indices, axis):
+    """x[..., indices[..., j, ...], ...] with indices shaped like x but for `axis`; negatives count from the end."""
+    axis %= x.ndim
+    n = x.shape[axis]
+    ids = on_device_of(check_ids("take_along_axis", indices, n, low=-n), x)
+    if ids.ndim != x.ndim:
+        raise ValueError(f"[take_along_axis] indices have x's number of axes: x {x.shape}, indices {ids.shape}")
+    m = xp(ids)
+    shape = [ids.shape[i] if i == axis else n for i, n in enumerate(x.shape)]
+    ids = m.broadcast_to(ids, shape)
+    grid = [m.arange(n).reshape([-1 if j == i else 1 for j in range(x.ndim)]) for i, n in enumerate(x.shape)]
+    return getitem(x, tuple(ids if i == axis else g for i, g in enumerate(grid)))
+
+
+def one_hot(ids, n):
+    """(*S) integers in 0 .. n-1 -> (*S, n) float32: 1 at the id, 0 elsewhere. A Tensor, without gradient."""
+    ids = check_ids("one_hot", ids, n)
+    return _wrap((ids[..., None] == xp(ids).arange(n)).astype(np.float32))
+
+
+def tril(x, k=0):
+    """The lower triangle of the last two axes, up to diagonal k; zeros above."""
+    return _triangle(x, k, True)
+
+
+def triu(x, k=0):
+    """The upper triangle of the last two axes, from diagonal k; zeros below."""
+    return _triangle(x, k, False)
+
+
+def _triangle(x, k, lower):
+    rows, columns = np.arange(x.shape[-2])[:, None] + k, np.arange(x.shape[-1])
+    return where(columns <= rows if lower else columns >= rows, x, 0.0)
+

@@ -1,0 +1,64 @@
+"""cross_entropy and mse_loss."""
+
+from __future__ import annotations
+
+import numpy as np
+
+from minigrad.kernels.numpy import loss as _numpy
+from minigrad.ops.elementwise import on_device_of, where
+from minigrad.ops.index import check_ids, take_along_axis
+from minigrad.ops.reduce import logsumexp
+from minigrad.ops.shape import reshape
+from minigrad.tape import primitive, sample
+
+_targets = np.array([2, 0, -100])
+
+
+@primitive(kernels={"numpy": (_numpy.cross_entropy, _numpy.cross_entropy_backward, "lse")},
+           samples=[sample((3, 4), targets=_targets), sample((3, 4), targets=_targets, label_smoothing=0.1),
+                    sample((3, 4), targets=np.array([1, 0, 3]), ignore_index=0)])
+def _cross_entropy(logits, /, targets, ignore_index=-100, label_smoothing=0.0):
+    """Loss of each row: logits (N, V), targets (N,) -> (N,); 0 for an ignored one.
+
+    -(1 - e) log p_t - e/V sum_v log p_v = lse - (1 - e) z_t - e mean z, with e the smoothing.
+    """
+    keep = targets != ignore_index
+    picked = take_along_axis(logits, where(keep, targets, 0)[:, None], -1)[:, 0]
+    loss = logsumexp(logits, axis=-1) - (1.0 - label_smoothing) * picked
+    if label_smoothing:
+        loss = loss - label_smoothing * logits.mean(axis=-1)
+    return where(keep, loss, 0.0)
+
+
+def cross_entropy(logits, targets, ignore_index=-100, label_smoothing=0.0, reduction="mean"):
+    """-log softmax(logits)[target]: logits (*S, V), targets (*S) integers in 0 .. V-1.
+
+    Targets equal to ignore_index count for nothing. label_smoothing e in [0, 1] mixes the target with the uniform
+    distribution. reduction: "mean" over what is kept (0 if nothing is), "sum", or "none" for (*S).
+    """
+    if reduction not in ("mean", "sum", "none"):
+        raise ValueError(f'[cross_entropy] reduction is "mean", "sum" or "none": got {reduction!r}')
+    if not 0.0 <= label_smoothing <= 1.0:
+        raise ValueError(f"[cross_entropy] label_smoothing is in [0, 1]: got {label_smoothing}")
+    v = logits.shape[-1] if logits.ndim else 0
+    ids = check_ids("cross_entropy", targets, v, but=ignore_index)
+    if ids.shape != logits.shape[:-1]:
+        raise ValueError(f"[cross_entropy] logits are (*S, V) and targets (*S): logits {logits.shape}, targets {ids.shape}")
+    flat = on_device_of(ids, logits).reshape(-1)
+    losses = _cross_entropy(reshape(logits, (-1, v)) if logits.ndim != 2 else logits, targets=flat,
+                            ignore_index=ignore_index, label_smoothing=float(label_smoothing))
+    if reduction == "none":
+        return reshape(losses, ids.shape)
+    total = losses.sum()
+    return total if reduction == "sum" else total * (1.0 / max(1, int((flat != ignore_index).sum())))
+
+
+def mse_loss(x, target, reduction="mean"):
+    """(x - target)^2: "mean", "sum" or "none". The shapes must agree: a silent broadcast is a wrong loss."""
+    if x.shape != target.shape:
+        raise ValueError(f"[mse_loss] x and target must have the same shape: x {x.shape}, target {target.shape}")
+    if reduction not in ("mean", "sum", "none"):
+        raise ValueError(f'[mse_loss] reduction is "mean", "sum" or "none": got {reduction!r}')
+    error = x - target
+    error = error * error
+    return error if reduction == "none" else getattr(error, reduction)()

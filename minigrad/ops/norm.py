@@ -1,0 +1,35 @@
+"""layer_norm and rms_norm over the last axis."""
+
+from __future__ import annotations
+
+from minigrad.kernels.numpy import norm as _numpy
+from minigrad.tape import primitive, sample
+
+
+def _check(op, x, *vectors):
+    if not x.ndim or any(v is not None and v.shape != x.shape[-1:] for v in vectors):
+        came = ", ".join(str(v.shape) for v in vectors if v is not None)
+        raise ValueError(f"[{op}] weight and bias are (C,) for x (*S, C): x {x.shape}, got {came}")
+
+
+@primitive(kernels={"numpy": (_numpy.layer_norm, _numpy.layer_norm_backward, "mean", "rstd")},
+           samples=[sample((2, 3)), sample((2, 5, 4), (4,), (4,)), sample((2, 4), (4,)), sample((2, 4), None, (4,)), sample((3,)),
+                    sample((0, 4), (4,), (4,)), sample((2, 3), (2,), error="[layer_norm] weight and bias are (C,)")])
+def layer_norm(x, weight=None, bias=None, /, eps=1e-5):
+    """y = (x - mean) / sqrt(var + eps) * weight + bias over the last axis: x (*S, C), weight and bias (C,); var is biased
+    (Ba, Kiros and Hinton, 2016)"""
+    _check("layer_norm", x, weight, bias)
+    centred = x - x.mean(axis=-1, keepdims=True)
+    y = centred / ((centred * centred).mean(axis=-1, keepdims=True) + eps) ** 0.5
+    y = y if weight is None else y * weight
+    return y if bias is None else y + bias
+
+
+@primitive(kernels={"numpy": (_numpy.rms_norm, _numpy.rms_norm_backward, "rstd")},
+           samples=[sample((2, 3)), sample((2, 5, 4), (4,)), sample((3,)), sample((0, 4), (4,)),
+                    sample((2, 3), (2,), error="[rms_norm] weight and bias are (C,)")])
+def rms_norm(x, weight=None, /, eps=1e-6):
+    """y = x / sqrt(mean x^2 + eps) * weight over the last axis: x (*S, C), weight (C,) (Zhang and Sennrich, 2019)"""
+    _check("rms_norm", x, weight)
+    y = x / ((x * x).mean(axis=-1, keepdims=True) + eps) ** 0.5
+    return y if weight is None else y * weight

@@ -1,0 +1,53 @@
+"""Rotary position embedding (Su et al., 2021)."""
+
+from __future__ import annotations
+
+import numpy as np
+
+from minigrad.ops.elementwise import on_device_of
+from minigrad.ops.shape import concatenate, reshape, stack
+from minigrad.tape import _raw, primitive, sample
+
+
+def _turn(x, cos, sin, interleaved):
+    r = cos.shape[-1]
+    if interleaved:
+        pairs = x[..., :2 * r].reshape(*x.shape[:-1], r, 2)
+        a, b = pairs[..., 0], pairs[..., 1]
+        turned = reshape(stack([a * cos - b * sin, b * cos + a * sin], axis=-1), (*x.shape[:-1], 2 * r))
+    else:
+        a, b = x[..., :r], x[..., r:2 * r]
+        turned = concatenate([a * cos - b * sin, b * cos + a * sin], axis=-1)
+    return turned if 2 * r == x.shape[-1] else concatenate([turned, x[..., 2 * r:]], axis=-1)
+
+
+_angle = np.linspace(0.1, 2.0, 6).reshape(3, 2)
+
+
+@primitive(fused=True, rules=[lambda ct, cos, sin, interleaved: _rotary(ct, cos=cos, sin=-sin, interleaved=interleaved)],
+           samples=[sample((2, 3, 4), cos=np.cos(_angle), sin=np.sin(_angle)),
+                    sample((2, 3, 4), cos=np.cos(_angle), sin=np.sin(_angle), interleaved=True),
+                    sample((3, 7), cos=np.cos(_angle), sin=np.sin(_angle))])
+def _rotary(x, /, cos, sin, interleaved=False):
+    return _turn(x, cos, sin, interleaved)
+
+
+def rotary_embedding(x, cos, sin, interleaved=False):
+    """Turn the first R of D elements by position: x (*S, T, D); cos, sin (..., T, R/2), constants, broadcastable.
+
+    Pair (a, b) -> (a cos - b sin, b cos + a sin); the pairs are elements (i, i + R/2), or neighbours (2i, 2i + 1) if
+    interleaved. A rotation: the cotangent turns back (-sin).
+    """
+    cos, sin = on_device_of(_raw(cos), x), on_device_of(_raw(sin), x)
+    r = cos.shape[-1] if cos.ndim else 0
+    if cos.shape != sin.shape or 2 * r > x.shape[-1] or x.ndim < 2:
+        raise ValueError(f"[rotary_embedding] cos and sin are (..., T, R/2) with R at most D: x {x.shape}, cos {cos.shape}, "
+                         f"sin {sin.shape}")
+    np.broadcast_shapes(cos.shape[:-1], x.shape[:-1])
+    return _rotary(x, cos=cos.astype(x.dtype), sin=sin.astype(x.dtype), interleaved=bool(interleaved))
+
+
+def rotary_tables(positions, r, base=10000.0):
+    """cos and sin of positions (*S,) times base^(-2i/R), i = 0 .. R/2-1: two NumPy arrays (*S, R/2), float64."""
+    angle = np.asarray(positions)[..., None] * base ** (-np.arange(0, r, 2) / r)
+    return np.cos(angle), np.sin(angle)

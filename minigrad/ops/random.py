@@ -1,0 +1,30 @@
+"""dropout, from counter-based bits: nothing is stored for the backward pass but two integers."""
+
+from __future__ import annotations
+
+from minigrad.backend.device import xp
+from minigrad.backend.random import Key, stream
+from minigrad.tape import _raw, primitive, sample
+
+
+@primitive(fused=True, samples=[sample((4, 5), p=0.5, key=Key((7, 0))), sample((), p=0.25, key=Key((7, 1))),
+                                sample((0, 2), p=0.5, key=Key((7, 2)))],
+           rules=[lambda ct, p, key: _dropout(ct, p=p, key=key)])
+def _dropout(x, /, p, key):
+    """x keep / (1 - p); linear in x, so the cotangent takes the same path with the same bits."""
+    raw = _raw(x)
+    m = xp(raw)
+    keep = key.flat(raw.size, m).reshape(raw.shape) >= m.uint32(min(round(p * 2**32), 2**32 - 1))
+    return x * (keep * raw.dtype.type(1.0 / (1.0 - p)))
+
+
+def dropout(x, p=0.5, training=True):
+    """Each element 0 with probability p, else divided by 1 - p (Srivastava et al., 2014); x itself if not training.
+
+    The same seed (mg.manual_seed) gives the same mask on every device.
+    """
+    if not 0.0 <= p <= 1.0:
+        raise ValueError(f"[dropout] p is a probability: got {p}")
+    if not training or p == 0.0:
+        return x
+    return x * 0.0 if p == 1.0 else _dropout(x, p=float(p), key=stream.key())

@@ -1,0 +1,230 @@
+"""The training loop that the examples share: progress, evaluation on held-out text, checkpoints, a CSV and a loss curve.
+
+A run lives in one folder: checkpoint.safetensors (model, optimiser, step, random state and settings in one file, written
+whole), log.csv, loss.png. Batches depend on (seed, step) alone and randomness on two integers, so a resumed run is, bit
+for bit, the run that was never interrupted.
+"""
+
+from __future__ import annotations
+
+import csv
+import json
+import math
+import os
+import signal
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+from minigrad.backend.random import get_rng_state, set_rng_state
+from minigrad.data import Windows
+from minigrad.io import CheckpointError, load, load_metadata, save, write_whole
+from minigrad.nn.module import Module
+from minigrad.optim import Optimizer, Schedule, clip_grad_norm_
+from minigrad.tape import no_grad
+
+COLUMNS = ("step", "train_loss", "val_loss", "lr", "grad_norm", "tokens_per_second", "seconds")
+
+
+class TrainingError(RuntimeError):
+    """A run that cannot start or go on; one line that says why and what to do."""
+
+
+def decay_groups(model: Module, weight_decay: float) -> list[dict[str, Any]]:
+    """Parameter groups for AdamW: matrices decay, vectors (biases, norms) do not."""
+    params = list(model.parameters())
+    return [{"params": [p for p in params if p.ndim >= 2], "weight_decay": weight_decay},
+            {"params": [p for p in params if p.ndim < 2], "weight_decay": 0.0}]
+
+
+def evaluate(model: Module, windows: Windows, batch_size: int = 64, most: int | None = None) -> float:
+    """Mean loss (nats per token) over the windows in order, each token once; `most`: only so many batches, spread evenly."""
+    training, total, count = model.training, 0.0, 0
+    batches = -(-((len(windows.tokens) - 1) // windows.context) // batch_size)
+    every = 1 if most is None else max(1, batches // most)
+    model.eval()
+    try:
+        with no_grad():
+            for i, (x, y) in enumerate(windows.sequential(batch_size)):
+                if i % every == 0:
+                    total += float(model.loss(x, y)) * y.size     # type: ignore[operator]
+                    count += y.size
+    finally:
+        model.train(training)
+    return total / count
+
+
+class Run:
+    """A training run in a folder.
+
+    Run(out, model, optimizer, train, val, steps, schedule, settings) checks that the folder can be written, before
+    anything is computed; `fit()` trains from `step` to `steps`; `resume()` takes up what the folder holds.
+    """
+
+    def __init__(self, out: str | os.PathLike[str], model: Any, optimizer: Optimizer, train: Windows, val: Windows, steps: int,
+                 schedule: Schedule, clip: float = 1.0, eval_every: int = 250, settings: dict[str, Any] | None = None) -> None:
+        self.out, self.model, self.optimizer, self.train, self.val = Path(out), model, optimizer, train, val
+        self.steps, self.schedule, self.clip, self.eval_every = steps, schedule, clip, max(1, eval_every)
+        self.settings = settings or {}
+        self.step, self.seconds, self.interrupted = 0, 0.0, False
+        self.rows: list[dict[str, Any]] = []
+        writable_folder(self.out)
+
+    @property
+    def checkpoint(self) -> Path:
+        return self.out / "checkpoint.safetensors"
+
+    def save(self) -> None:
+        """Write checkpoint, log and curve; each file whole."""
+        state = {f"model.{k}": v for k, v in self.model.state_dict().items()}
+        state |= {f"optimizer.{k}": v for k, v in self.optimizer.state_dict().items()}
+        run = {"step": self.step, "seconds": self.seconds, "random": get_rng_state(), "rows": self.rows, "settings": self.settings}
+        save(self.checkpoint, state, {"minigrad.run": json.dumps(run)})
+        with write_whole(self.out / "log.csv") as file:
+            writer = csv.DictWriter(file, COLUMNS, lineterminator="\n")
+            writer.writeheader()
+            writer.writerows(self.rows)
+        plot(self.rows, self.out / "loss.png", self.settings.get("baseline"))
+
+    def resume(self) -> None:
+        """Go on from the folder's checkpoint; nothing changes if it does not fit."""
+        run, state = read_run(self.checkpoint), load(self.checkpoint)
+        parts: dict[str, dict[str, Any]] = {"model": {}, "optimizer": {}}
+        for name, value in state.items():
+            part, _, rest = name.partition(".")
+            parts.setdefault(part, {})[rest] = value
+        before = self.optimizer.state_dict()
+        self.optimizer.load_state_dict(parts["optimizer"])
+        try:
+            self.model.load_state_dict(parts["model"])
+        except ValueError:
+            self.optimizer.load_state_dict(before)
+            raise
+        self.step, self.seconds, self.rows = run["step"], run["seconds"], run["rows"]
+        set_rng_state(run["random"])
+
+    def fit(self) -> None:
+        """Train to `steps`. Ctrl-C finishes the step it is in, saves, and returns with `interrupted` set; a second Ctrl-C
+        stops at once. A loss that is not finite stops the run and leaves the last checkpoint as it was."""
+        bar = _progress(self.step, self.steps)
+        begin, spent, tokens, losses = time.perf_counter(), self.seconds, 0, []
+        with _on_interrupt() as asked:
+            while self.step < self.steps and not asked():
+                lr = self.schedule(self.step)
+                for group in self.optimizer.param_groups:
+                    group["lr"] = lr
+                x, y = self.train.batch(self.step)
+                loss = self.model.loss(x, y)
+                value = float(loss)
+                if not math.isfinite(value):
+                    raise TrainingError(f"[train] the loss is {value} at step {self.step}; {self.checkpoint} holds the last good "
+                                        "state. Find the op with mg.detect_anomaly(), or lower the learning rate")
+                self.optimizer.zero_grad()
+                loss.backward()
+                norm = clip_grad_norm_(self.model.parameters(), self.clip)
+                self.optimizer.step()
+                self.step += 1
+                tokens += y.size
+                losses.append(value)
+                self.seconds = spent + time.perf_counter() - begin
+                bar.set_postfix(loss=f"{value:.3f}", **{"tokens/s": f"{tokens / (self.seconds - spent):,.0f}"}, refresh=False)
+                bar.update()
+                if self.step % self.eval_every == 0 or self.step == self.steps:
+                    speed = tokens / (self.seconds - spent)
+                    self._report(bar, sum(losses) / len(losses), lr, float(norm), speed)
+                    losses = []
+            self.interrupted = self.step < self.steps
+        bar.close()
+        self.save()
+
+    def _report(self, bar: Any, train_loss: float, lr: float, norm: float, speed: float) -> None:
+        val_loss = evaluate(self.model, self.val, most=None if self.step == self.steps else 12)
+        row = dict(zip(COLUMNS, (self.step, train_loss, val_loss, lr, norm, round(speed), round(self.seconds, 2))))
+        self.rows.append(row)
+        bar.write(f"step {self.step:>6}  train {train_loss:.4f}  val {val_loss:.4f}  lr {lr:.2e}  |g| {norm:.2f}  "
+                  f"{speed:,.0f} tokens/s  {self.seconds:.0f} s")
+        self.save()
+
+
+def writable_folder(path: Path) -> None:
+    """Make the folder and prove that a file can be written in it, or raise."""
+    try:
+        path.mkdir(parents=True, exist_ok=True)
+        with write_whole(path / ".writable") as file:
+            file.write("")
+        (path / ".writable").unlink()
+    except OSError as error:
+        raise TrainingError(f"[train] cannot write into {path}: {error.strerror or error}; choose another --out") from None
+
+
+def read_run(path: str | os.PathLike[str]) -> dict[str, Any]:
+    """What a checkpoint says of its run: step, seconds, random, rows, settings."""
+    try:
+        run = json.loads(load_metadata(path)["minigrad.run"])
+        if isinstance(run["step"], int) and isinstance(run["rows"], list) and isinstance(run["settings"], dict) and len(run["random"]) == 2:
+            return run
+    except (KeyError, TypeError, json.JSONDecodeError):
+        pass
+    raise CheckpointError(f"[train] {path} is not a checkpoint of a training run")
+
+
+def plot(rows: list[dict[str, Any]], path: Path, baseline: dict[str, Any] | None = None) -> None:
+    """Draw train and validation loss over steps (PNG), with a dashed line for a baseline {"name", "loss"}."""
+    if not rows:
+        return
+    figure_type = _needs("matplotlib.figure").Figure
+    figure = figure_type(figsize=(7, 4.2), dpi=130, layout="constrained")
+    axes = figure.subplots()
+    steps = [row["step"] for row in rows]
+    for key, label, color in (("train_loss", "train", "#8aa1b8"), ("val_loss", "validation", "#c2410c")):
+        values = [row[key] for row in rows]
+        axes.plot(steps, values, label=f"{label}, {values[-1]:.3f}", color=color, linewidth=2, marker="o" if len(rows) < 30 else "",
+                  markersize=3.5)
+    if baseline:
+        axes.axhline(baseline["loss"], color="#475569", linestyle="--", linewidth=1.2, label=f"{baseline['name']}, {baseline['loss']:.3f}")
+    axes.set(xlabel="step", ylabel="loss (nats per token)")
+    axes.set_xlim(left=0)
+    axes.grid(alpha=0.25)
+    for side in ("top", "right"):
+        axes.spines[side].set_visible(False)
+    axes.legend(frameon=False)
+    with write_whole(path, "wb") as file:
+        figure.savefig(file, format="png")
+
+
+def _needs(module: str) -> Any:
+    """An optional library, or the line that installs it."""
+    import importlib
+    try:
+        return importlib.import_module(module)
+    except ImportError:
+        raise ImportError(f"[train] {module.split('.')[0]} is missing: python -m pip install 'minigrad[train]' "
+                          "(from a clone: python -m pip install -e '.[train]')") from None
+
+
+def _progress(start: int, steps: int) -> Any:
+    return _needs("tqdm").tqdm(total=steps, initial=start, unit="step", dynamic_ncols=True, disable=None, smoothing=0.05)
+
+
+@contextmanager
+def _on_interrupt() -> Iterator[Any]:
+    """Gives a function that is true once Ctrl-C was pressed. Only the main thread can ask; elsewhere it stays false."""
+    asked = threading.Event()
+    if threading.current_thread() is not threading.main_thread():
+        yield asked.is_set
+        return
+
+    def handler(*_: Any) -> None:
+        if asked.is_set():
+            raise KeyboardInterrupt
+        asked.set()
+        print("\nstopping after this step (Ctrl-C again: at once, without saving)", flush=True)
+
+    old = signal.signal(signal.SIGINT, handler)
+    try:
+        yield asked.is_set
+    finally:
+        signal.signal(signal.SIGINT, old)
