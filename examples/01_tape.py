@@ -60,13 +60,13 @@ def unbroadcast(ct, shape):
 
 
 def backward(y):
-    seen, stack = set(), [y.node]
+    seen, stack = set(), [y.node or y]
     while stack:                                         # the nodes that y depends on
         node = stack.pop()
         if isinstance(node, Node) and node not in seen:
             seen.add(node)
             stack.extend(node.targets)
-    cts = {y.node: np.ones_like(y.array)}                # the loss changes by 1 per unit of itself
+    cts = {y.node or y: np.ones_like(y.array)}           # the loss changes by 1 per unit of itself
     for node in sorted(seen, key=lambda node: node.index, reverse=True):
         ct = cts.pop(node)                               # complete: all that used this node's output came before
         for rule, target, array in zip(node.rules, node.targets, node.arrays, strict=True):
@@ -116,14 +116,14 @@ def start():
     return [rng.standard_normal((2, 8)), np.zeros(8), rng.standard_normal((8, 1)) / 8, np.zeros(1)]
 
 
-def train(steps=200, rate=0.1):
+def train(steps=200, rate=0.05):
     """Plain gradient descent with the engine above."""
     x, target = Tensor(POINTS), Tensor(XOR)
     parameters = [Tensor(array, requires_grad=True) for array in start()]
     for step in range(steps + 1):
         value = loss(x, target, *parameters)
         value.backward()
-        if step % 40 == 0:
+        if step % 25 == 0:
             print(f"  step {step:3}   loss {value.array:.6f}")
         for p in parameters:
             p.array -= rate * p.grad                     # safe: the tape of this step is not used again
@@ -163,7 +163,7 @@ if __name__ == "__main__":
     picture = compare(start())
     print("   and after training:")
     compare(trained)
-    print("3. minigrad's tape of one loss, print(tape): a row per node, with the parents it came from and what it keeps:")
+    print("3. minigrad's tape of one loss, print(tape): a row per node, the parents it came from, the bytes it keeps:")
     print(picture)
 
 # What minigrad/tape.py does beyond this file, each for a reason its top comment gives:

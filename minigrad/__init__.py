@@ -15,15 +15,12 @@ from minigrad.backend.threads import get_num_threads, set_num_threads
 from minigrad.ops.elementwise import where
 from minigrad.ops.shape import concatenate, stack
 from minigrad.tape import (
-    AnomalyError,
     Node,
     Primitive,
     Sample,
-    Tape,
     Tensor,
     checkpoint,
     composed,
-    detect_anomaly,
     enable_grad,
     grad,
     gradients,
@@ -118,7 +115,9 @@ def from_dlpack(x: Any) -> Tensor:
     return made
 
 
-from minigrad import data, functional, io, nn, optim, train  # noqa: E402  (they stand above what is made here)
-from minigrad.io import load, save  # noqa: E402
+# ruff: noqa: E402, F401  (these rooms stand above what is made here; all public names are re-exported)
+from minigrad import data, functional, io, nn, optim, study, train
+from minigrad.io import load, save
+from minigrad.study import AnomalyError, Tape, detect_anomaly
 
 __all__ = [name for name in dir() if not name.startswith("_")]

@@ -29,7 +29,6 @@ import itertools
 import os
 import sys
 import threading
-import zlib
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, cast
 
@@ -48,8 +47,7 @@ class _State(threading.local):
 
     recording = True
     composed = os.environ.get("MINIGRAD_COMPOSED", "") not in ("", "0")
-    anomaly = False
-    tapes: tuple[Tape, ...] = ()
+    watchers: tuple[Watcher, ...] = ()
 
 
 _state = _State()
@@ -82,13 +80,27 @@ def composed() -> contextlib.AbstractContextManager[None]:
     return _set(composed=True)
 
 
-def detect_anomaly() -> contextlib.AbstractContextManager[None]:
-    """Raise at the first op that makes a NaN or infinity, forward or backward, naming it and the line that called it.
+class Watcher:
+    """What may look on while a `with` block runs (see `study/watch.py`); it changes nothing. Nobody watching costs nothing."""
 
-    An infinity that was put in (the -inf of a mask) is not reported. Kept arrays are fingerprinted, so that a write
-    through any old view of them is caught at backward, on every device. Slow; for debugging.
-    """
-    return _set(anomaly=True)
+    def __enter__(self) -> Any:
+        _state.watchers += (self,)
+        return self
+
+    def __exit__(self, *_: Any) -> None:
+        _state.watchers = tuple(w for w in _state.watchers if w is not self)
+
+    def computed(self, op: Any, out: Tensor, args: Sequence) -> None:
+        """An op was computed; out._node is its node if it was recorded."""
+
+    def started(self, y: Tensor) -> None:
+        """A backward pass begins at y."""
+
+    def pulling(self, node: Node, ct: Any) -> None:
+        """A node's rules are about to run."""
+
+    def pulled(self, node: Node, ct: Any, target: Any, c: Any) -> None:
+        """A rule gave `c` as the cotangent of `target`."""
 
 
 # --------------------------------------------------------------------------------------------- memory and Tensors
@@ -132,6 +144,7 @@ class Tensor:
     """
 
     __slots__ = ("_data", "_tracked", "_grad", "_node", "_memory", "__weakref__")
+    _data: Any
     __array_ufunc__ = None                               # so that np_array * tensor asks the Tensor
     __hash__ = object.__hash__                           # identity: == is elementwise
 
@@ -287,8 +300,8 @@ class Tensor:
         if not self._tracked:
             raise RuntimeError("[backward] this tensor does not depend on any tensor that requires a gradient")
         ct = _raw(_seed(self, gradient, "backward"))
-        if _state.anomaly and (_has(self, "isnan") or _has(self, "isinf")):
-            raise AnomalyError(f"[backward] the output is {self._data}, and no op made it: it came with the inputs")
+        for watcher in _state.watchers:
+            watcher.started(self)
         found = _pull_back([(self._node or self, ct)], retain=retain_graph)
         for leaf, ct in found.items():                   # all at once, after everything succeeded
             if leaf._grad is None:
@@ -317,7 +330,7 @@ class Tensor:
     def __iter__(self) -> Iterator[Tensor]:
         if not self.ndim:
             raise TypeError("[iter] a 0-d tensor has nothing to iterate over; use .item()")
-        return (self[i] for i in range(len(self)))
+        return (self[i] for i in range(len(self)))  # type: ignore[index]
 
     def __bool__(self) -> bool:
         if self.size != 1:
@@ -429,8 +442,15 @@ class _Rule:
             raise TypeError(f"[{owner}] a rule takes ct, then any of {', '.join(sorted(known))}: got {names}")
         self.run = rule
         self.slots = [known[name] for name in names[1:]]
-        self.inputs = {i for kind, i in self.slots if kind == "input"}
-        self.keeps_y = ("y", 0) in self.slots
+
+    def call(self, ct: Any, node: Node, wanted: Sequence[bool]) -> Any:
+        """The rule on raw arrays."""
+        slots = self.slots
+        if not slots:
+            return self.run(ct)
+        if len(slots) == 1 and slots[0][0] == "input":   # the most common, spelled out
+            return self.run(ct, node.arrays[slots[0][1]])
+        return self.run(ct, *[node.raw(kind, which, wanted) for kind, which in slots])
 
 
 class Body:
@@ -452,21 +472,18 @@ class Body:
         self.forward, self.residuals = forward, tuple(residuals)
         self.joint = None if rule is None else _Rule(rule, known, owner)
         self.rules = [None if r is None else _Rule(r, known, owner) for r in rules or ()]
-        self.variadic, self.keep_all, self.arity = variadic, keep_all, len(inputs)
-        used = [r for r in [self.joint, *self.rules] if r is not None]
-        self.keeps_shapes = any(kind in ("shape", "shapes") for r in used for kind, _ in r.slots)
-        self.keeps_inputs = any(kind == "inputs" for r in used for kind, _ in r.slots)
-        self._plans: dict[int, tuple[tuple[int, ...], bool]] = {}
+        self.keep_all = keep_all
+        used = [slot for r in [self.joint, *self.rules] if r is not None for slot in r.slots]
+        self.keeps_shapes = any(kind in ("shape", "shapes") for kind, _ in used)
+        self.plans: dict[tuple[int, int], tuple[tuple[bool, ...], bool]] = {}
 
-    def plan(self, needs: int, count: int) -> tuple[tuple[int, ...], bool]:
-        """Which inputs, and whether the output, must be kept if the arguments in the bit set `needs` need gradients."""
+    def plan(self, needs: int, count: int) -> tuple[tuple[bool, ...], bool]:
+        """Which of `count` inputs, and whether the output, must be kept if those in the bit set `needs` need gradients."""
         rules = [self.joint] if self.joint else [r for i, r in enumerate(self.rules) if r and needs >> i & 1]
-        if self.keep_all or self.keeps_inputs:
-            kept = tuple(range(count))
-        else:
-            kept = tuple(sorted(set().union(*(r.inputs for r in rules))))
-        made = self._plans[needs] = kept, any(r.keeps_y for r in rules)
-        return made
+        named = {slot for r in rules for slot in r.slots}
+        every = self.keep_all or any(kind == "inputs" for kind, _ in named)
+        made = tuple(every or ("input", i) in named for i in range(count)), ("y", 0) in named
+        return self.plans.setdefault((needs, count), made)
 
 
 class Sample:
@@ -555,7 +572,7 @@ class Primitive:
             arrays.append(array)
             bit <<= 1
         state = _state
-        body = self.plain
+        body: Any = self.plain
         if self.reference is not None:
             kernel = self.kernels.get("numpy" if library is np.ndarray else "cupy")
             body = None if state.composed else kernel or body
@@ -566,7 +583,7 @@ class Primitive:
             return y[0] if body.residuals else y
         try:
             y = body.forward(*arrays, **params)
-        except (ValueError, TypeError, IndexError, OverflowError) as error:
+        except (ValueError, TypeError, IndexError, AttributeError, OverflowError) as error:
             raise self._explained(error, args, params) from error
         residuals: tuple = ()
         if body.residuals:
@@ -576,10 +593,10 @@ class Primitive:
         out = _wrap(y)
         if needs and state.recording and y.dtype.kind in "fV":
             _record(self, body, args, arrays, params, needs, out, residuals)
-        elif self.view and isinstance(args[0], Tensor) and getattr(y, "base", None) is not None:
-            out._memory = _memory(args[0])
-        if state.anomaly:
-            _look(self, out, args)
+        elif self.view:
+            _share(out, args[0])
+        for watcher in state.watchers:
+            watcher.computed(self, out, args)
         return out
 
     # the rare paths
@@ -653,11 +670,22 @@ class Node:
     or None where no gradient flows. `index` orders all nodes by creation."""
 
     __slots__ = ("index", "primitive", "body", "targets", "arrays", "y", "residuals", "params", "shapes", "memories",
-                 "shape", "dtype", "device", "prints", "line", "__weakref__")
+                 "shape", "dtype", "device", "line", "__weakref__")
 
     index: int
     primitive: Any
-    targets: tuple[Any, ...] | None
+    body: Any
+    targets: Any                                         # a tuple, or None once released
+    arrays: Any
+    y: Any
+    residuals: Any
+    params: dict[str, Any]
+    shapes: Any
+    memories: dict[int, Memory]                          # of kept inputs by position, and of the output under -1
+    shape: tuple[int, ...]
+    dtype: np.dtype
+    device: Device
+    line: str | None
 
     @property
     def name(self) -> str:
@@ -687,38 +715,41 @@ class Node:
     def pull(self, ct: Any, needed: Any, create_graph: bool) -> list[tuple[Any, Any]]:
         """Cotangents of this node's targets from the cotangent of its output: [(target, cotangent), ...]."""
         self.check()
-        wanted = [target is not None and (needed is None or target in needed) for target in self.targets or ()]
-        body, op = self.body, self.primitive
+        body, op, targets = self.body, self.primitive, self.targets
+        wanted = [t is not None and (needed is None or t in needed) for t in targets]
         if create_graph and (not op.differentiable or body.keep_all):
             return self._pull_reference(ct, wanted)
-        if create_graph and op.kernels and body is not op.plain:
-            body = op.plain                              # the differentiable rules that stand beside the kernel
-        value = self._tensor if create_graph else self._array
+        if create_graph:                                 # a kernel's rule is not differentiable; the rules beside it are
+            body = op.plain
 
         def call(rule: _Rule) -> Any:
-            return rule.run(ct, *[value(kind, which, wanted) for kind, which in rule.slots])
+            if not create_graph:
+                return rule.call(ct, self, wanted)
+            return rule.run(ct, *[self._tensor(kind, which, wanted) for kind, which in rule.slots])
 
-        if body.joint is not None:
-            cts = call(body.joint)
-            cts = cts if isinstance(cts, (tuple, list)) else (cts,)
-            if len({id(c) for c in cts if c is not None}) < sum(c is not None for c in cts):
-                raise RuntimeError(f"[{self.name}] a joint rule returned one array twice; copy it")
-        else:
-            cts = [call(rule) if want and rule is not None else None for rule, want in zip(body.rules, wanted)]
-        return [(target, c) for target, c, want in zip(self.targets or (), cts, wanted) if want and c is not None]
+        if body.joint is None:
+            return [(t, call(rule)) for t, rule, want in zip(targets, body.rules, wanted) if want and rule is not None]
+        cts = call(body.joint)
+        cts = cts if isinstance(cts, (tuple, list)) else (cts,)
+        if len({id(c) for c in cts if c is not None}) < sum(c is not None for c in cts):
+            raise RuntimeError(f"[{self.name}] a joint rule returned one array twice; copy it")
+        return [(t, c) for t, c, want in zip(targets, cts, wanted) if want and c is not None]
 
     def check(self) -> None:
         """Raise if a kept array was written since it was kept."""
-        stale = any(memory.written > self.index for memory in self.memories.values())
-        if stale or (self.prints and self.prints != _fingerprints(self)):
-            raise RuntimeError(f"[{self.name}] an array this node kept for its backward was written in place since"
-                               f"{self.where()}; write after backward, or compute it anew")
+        for memory in self.memories.values():
+            if memory.written > self.index:
+                self.refuse_stale()
+
+    def refuse_stale(self) -> None:
+        raise RuntimeError(f"[{self.name}] an array this node kept for its backward was written in place since"
+                           f"{self.where()}; write after backward, or compute it anew")
 
     def where(self) -> str:
         """", recorded at FILE:LINE" if that is known."""
         return f", recorded at {self.line}" if self.line else ""
 
-    def _array(self, kind: str, which: Any, wanted: list[bool]) -> Any:
+    def raw(self, kind: str, which: Any, wanted: Sequence[bool]) -> Any:
         """A rule's argument, raw."""
         if kind == "input":
             return self.arrays[which]
@@ -738,7 +769,7 @@ class Node:
             return self._input(which)
         if kind == "inputs":
             return [self._input(i) for i in range(len(self.arrays))]
-        value = self._array(kind, which, wanted)
+        value = self.raw(kind, which, wanted)
         if kind != "y":
             return value
         made = _wrap(value, self.memories[-1])  # -1: the output's
@@ -746,7 +777,7 @@ class Node:
         return made
 
     def _input(self, i: int) -> Any:
-        array, target = self.arrays[i], (self.targets or ())[i]
+        array, target = self.arrays[i], self.targets[i]
         if isinstance(target, Tensor):
             return target
         if not is_array(array):
@@ -765,59 +796,53 @@ class Node:
             y = self.primitive.reference(*args, **self.params)
         roots = [x for x, want in zip(args, wanted) if want]
         cts = gradients(y, roots, ct, create_graph=True)
-        return list(zip([t for t, want in zip(self.targets or (), wanted) if want], cts))
+        return list(zip([t for t, want in zip(self.targets, wanted) if want], cts))
 
 
 def _record(op: Primitive, body: Body, args: Sequence, arrays: list, params: dict, needs: int, out: Tensor,
-            residuals: Sequence) -> Node:
+            residuals: Sequence) -> None:
     """Write a Node for this application and make `out` its output."""
     node: Node = Node.__new__(Node)
-    node.index = next(_clock)
-    node.primitive, node.body, node.params = op, body, params
     y = out._data
-    node.shape, node.dtype = y.shape, y.dtype
+    node.index, node.primitive, node.body, node.params = next(_clock), op, body, params
+    node.shape, node.dtype, node.line, node.residuals = y.shape, y.dtype, None, residuals
     node.device = CPU if y.__class__ is np.ndarray else device_of(y)
-    node.targets = None                                  # until complete: an error below leaves nothing held
-    node.memories, node.prints, node.line = {}, None, None
-    kept, keeps_y = body._plans.get(needs) or body.plan(needs, len(arrays))
-    if body.variadic and len(kept) != len(arrays):
-        kept = tuple(range(len(arrays))) if body.keeps_inputs else ()
-    node.arrays = tuple(a if i in kept else None for i, a in enumerate(arrays))
+    node.targets, node.memories = None, {}               # until complete: an error below leaves nothing held
+    keep, keeps_y = body.plans.get((needs, len(arrays))) or body.plan(needs, len(arrays))
     node.shapes = tuple(getattr(a, "shape", ()) for a in arrays) if body.keeps_shapes else None
-    node.residuals = tuple(residuals)
     memories: dict[int, Memory] = {}
-    targets: list[Any] = []
+    targets, kept = [], []
     for i, arg in enumerate(args):
-        if not isinstance(arg, Tensor):
-            targets.append(None)
-            continue
-        source = arg._node
-        if source is not None and arg._memory is not None and arg._memory.written > source.index:
-            raise RuntimeError(f"[{op.name}] {op._named(tuple(args))[i]} was overwritten in place (through a view) after "
-                               f"[{source.name}] computed it: its history is no longer true; use .detach() or .copy_()")
-        targets.append((source or arg) if arg._tracked else None)
-        if i in kept:
+        kept.append(arrays[i] if keep[i] else None)
+        target = None
+        if isinstance(arg, Tensor):
             memory = arg._memory
-            if memory is None:
-                memory = arg._memory = Memory()
-            memory.hold(arg._data)
-            memories[i] = memory
-    if op.view and getattr(y, "base", None) is not None and isinstance(args[0], Tensor):
-        out._memory = _memory(args[0])
-    node.y = y if keeps_y else None
+            if arg._tracked:
+                target = arg if arg._node is None else arg._node
+                if memory is not None and arg._node is not None and memory.written > target.index:
+                    raise RuntimeError(f"[{op.name}] {op._named(tuple(args))[i]} was overwritten in place, through a view, "
+                                       f"after [{target.name}] computed it: its history is no longer true; use .detach()")
+            if keep[i]:
+                if memory is None:
+                    memory = arg._memory = Memory()
+                memory.hold(arg._data)
+                memories[i] = memory
+        targets.append(target)
+    if op.view:
+        _share(out, args[0])
+    node.y = None
     if keeps_y:
-        memory = _memory(out)
+        node.y = y
+        memories[-1] = memory = _memory(out)
         memory.hold(y)
-        memories[-1] = memory
-    node.memories = memories
-    node.targets = tuple(targets)
+    node.arrays, node.memories, node.targets = kept, memories, targets
     out._node, out._tracked = node, True
-    state = _state
-    if state.anomaly:
-        node.prints, node.line = _fingerprints(node), _caller()
-    for tape in state.tapes:
-        tape.append(node)
-    return node
+
+
+def _share(out: Tensor, x: Any) -> None:
+    """If `out` is a view of x, they are one piece of memory."""
+    if isinstance(x, Tensor) and getattr(out._data, "base", None) is not None:
+        out._memory = _memory(x)
 
 
 # --------------------------------------------------------------------------------------------- the backward pass
@@ -872,12 +897,17 @@ def _pull_back(seeds: list[tuple[Any, Any]], wanted: Sequence | None = None, cre
                 if node in results:
                     found[node] = ct if create_graph else ct.copy()
                 if node.targets is not None:
+                    for watcher in _state.watchers:
+                        watcher.pulling(node, ct)
                     for target, c in node.pull(ct, needed, create_graph):
                         c = _settle(node, target, c)
-                        if _state.anomaly:
-                            _look_back(node, ct, c)
+                        for watcher in _state.watchers:
+                            watcher.pulled(node, ct, target, c)
                         old = cts.get(target)
-                        if old is None:
+                        if c.__class__ is Part:
+                            cts[target] = c.add_into(old, target in made, target.shape)
+                            made.add(target)
+                        elif old is None:
                             cts[target] = c
                             if c is not ct and getattr(c, "base", None) is None:
                                 made.add(target)         # not a view, not the cotangent that came in: nobody else's
@@ -900,9 +930,31 @@ def _add(a: Any, b: Any) -> Any:
     return c if isinstance(c, Tensor) or is_array(c) else xp(a).asarray(c)
 
 
+class Part:
+    """What a rule on raw arrays may return for "zeros but for ct at key": the engine adds it into one array, so that the
+    slices of a tensor do not each bring a full array of zeros."""
+
+    __slots__ = ("ct", "key", "dtype")
+
+    def __init__(self, ct: Any, key: Any) -> None:
+        self.ct, self.key, self.dtype = ct, key, ct.dtype
+
+    def add_into(self, old: Any, owned: bool, shape: tuple[int, ...]) -> Any:
+        if old is None:
+            old = xp(self.ct).zeros(shape, self.dtype)
+        elif not owned:
+            old = old.copy()
+        old[self.key] += self.ct
+        return old
+
+
 def _settle(node: Node, target: Any, c: Any) -> Any:
     """A rule's result made fit for its target: broadcasting undone, dtype and device as the target's; or an error."""
     shape = target.shape
+    if c.__class__ is Part:
+        if c.dtype != target.dtype:
+            c = Part(c.ct.astype(target.dtype), c.key)
+        return c
     if c.shape != shape:
         if not node.primitive.broadcasts or c.ndim < len(shape):
             raise RuntimeError(f"[{node.name}] a rule returned a cotangent of shape {c.shape} for an argument of shape "
@@ -910,7 +962,7 @@ def _settle(node: Node, target: Any, c: Any) -> Any:
         c = _unbroadcast(c, shape, node)
     if c.__class__ is not np.ndarray and not isinstance(c, Tensor):
         c = xp(c).asarray(c)
-    if c.dtype != target.dtype:
+    if c.dtype is not target.dtype and c.dtype != target.dtype:
         c = c.astype(target.dtype)
     return c
 
@@ -1093,7 +1145,7 @@ def jvp(f: Callable, xs: Sequence, tangents: Sequence) -> tuple[Tensor, Tensor]:
             t = t if isinstance(t, Tensor) else Tensor(t, dtype=x.dtype, device=x.device)
             if t.shape != x.shape:
                 raise ValueError(f"[jvp] a tangent has its argument's shape, {x.shape}: got {t.shape}")
-            part = (ct * t).sum()
+            part = cast(Any, ct * t).sum()  # type: ignore[operator]
             total = part if total is None else total + part
         if total is None or not total._tracked:
             return _leave(y, keep), _wrap(u._data)
@@ -1110,6 +1162,10 @@ class _Checkpoint(Node):
     """A node that runs its function again when its cotangent arrives."""
 
     __slots__ = ("f", "args", "random")
+
+    f: Callable
+    args: list[Any]
+    random: tuple[int, int]
 
     def pull(self, ct: Any, needed: Any, create_graph: bool) -> list[tuple[Any, Any]]:
         self.check()
@@ -1141,7 +1197,9 @@ def checkpoint(f: Callable, *args: Any) -> Tensor:
     inner = [a.detach().requires_grad_() if isinstance(a, Tensor) and a._tracked else a for a in args]
     y = _call(f, inner, "checkpoint")
     mine = set(a for a in inner if isinstance(a, Tensor))
-    captured, stack, seen = {}, [y._node or y], set()
+    captured: dict[Any, None] = {}
+    stack: list[Any] = [y._node or y]
+    seen: set = set()
     while stack:
         target = stack.pop()
         if target is None or target in seen or target in mine:
@@ -1157,7 +1215,7 @@ def checkpoint(f: Callable, *args: Any) -> Tensor:
         node.index, node.primitive, node.body, node.params = next(_clock), _CHECKPOINT, None, {}
         node.shape, node.dtype, node.device = y.shape, y.dtype, y.device
         node.f, node.random, node.y, node.residuals, node.shapes = f, random, None, (), None
-        node.prints, node.line, node.memories = None, _caller() if _state.tapes or _state.anomaly else None, {}
+        node.line, node.memories = None, {}
         tensors = [a if isinstance(a, Tensor) else None for a in args]
         node.arrays = [None if a is None else a._data for a in tensors]
         node.args = [a if t is None or not t._tracked else None for a, t in zip(args, tensors)]
@@ -1167,98 +1225,13 @@ def checkpoint(f: Callable, *args: Any) -> Tensor:
                 node.memories[i].hold(held._data)
         node.targets = (*((t._node or t) if t is not None and t._tracked else None for t in tensors), *captured)
         out._memory, out._node, out._tracked = None, node, True
-        for tape in _state.tapes:
-            tape.append(node)
+    for watcher in _state.watchers:
+        watcher.computed(_CHECKPOINT, out, args)
     return out
 
 
-class _CHECKPOINT:
-    name, broadcasts = "checkpoint", False
-
-
-# --------------------------------------------------------------------------------- watching: the Tape and anomalies
-
-
-class Tape:
-    """`with mg.Tape() as tape:` collects the nodes recorded inside, in creation order; print(tape) shows them."""
-
-    def __init__(self) -> None:
-        self.nodes: list[Node] = []
-
-    def append(self, node: Node) -> None:
-        node.line = node.line or _caller()
-        self.nodes.append(node)
-
-    def __enter__(self) -> Tape:
-        _state.tapes += (self,)
-        return self
-
-    def __exit__(self, *_: Any) -> None:
-        _state.tapes = tuple(t for t in _state.tapes if t is not self)
-
-    def __len__(self) -> int:
-        return len(self.nodes)
-
-    def __iter__(self) -> Iterator[Node]:
-        return iter(self.nodes)
-
-    def __str__(self) -> str:
-        number = {node: i for i, node in enumerate(self.nodes)}
-        rows = [("", "op", "from", "shape", "dtype", "on", "kept", "line")]
-        for i, node in enumerate(self.nodes):
-            parents = ["leaf" if isinstance(t, Tensor) else str(number.get(t, "outside")) if t is not None else "-"
-                       for t in node.targets or ()]
-            rows.append((str(i), node.name, " ".join(parents) if parents else "released", str(node.shape),
-                         str(node.dtype), f"{node.device}/{node.backend}", f"{node.bytes_kept:,} B", node.line or ""))
-        widths = [max(map(len, column)) for column in zip(*rows)]
-        return "\n".join("  ".join(cell.ljust(w) for cell, w in zip(row, widths)).rstrip() for row in rows)
-
-
-class AnomalyError(FloatingPointError, RuntimeError):
-    """What `detect_anomaly` raises."""
-
-
-_ROOM = os.path.dirname(os.path.abspath(__file__)) + os.sep
-
-
-def _caller() -> str:
-    """FILE:LINE of the call in the user's code: the nearest frame outside this package."""
-    frame: Any = sys._getframe(1)
-    while frame.f_back is not None and frame.f_code.co_filename.startswith(_ROOM):
-        frame = frame.f_back
-    return f"{frame.f_code.co_filename}:{frame.f_lineno}"
-
-
-def _has(x: Any, what: str) -> bool:
-    x = _raw(x)
-    if is_array(x):
-        return x.dtype.kind == "f" and bool(getattr(xp(x), what)(x).any())
-    return isinstance(x, float) and bool(getattr(np, what)(x))
-
-
-def _look(op: Primitive, out: Tensor, args: Sequence) -> None:
-    """Forward: raise if this op made a NaN or infinity. An op outside the tape may make infinities (a mask)."""
-    for what, name in (("isnan", "NaN"), ("isinf", "infinity")):
-        if _has(out, what) and not any(_has(a, what) for a in args) and (out._tracked or what == "isnan"):
-            came = ", ".join(f"{n} {describe(a)}{_range(a)}" for n, a in zip(op._named(tuple(args)), args) if a is not None)
-            raise AnomalyError(f"[{op.name}] made a {name} in the forward pass at {_caller()}: {came}")
-
-
-def _look_back(node: Node, ct: Any, c: Any) -> None:
-    for what, name in (("isnan", "NaN"), ("isinf", "infinity")):
-        if _has(c, what) and not _has(ct, what):
-            raise AnomalyError(f"[{node.name}] made a {name} in the backward pass{node.where()}: cotangent "
-                               f"{describe(ct)}{_range(ct)}")
-
-
-def _range(x: Any) -> str:
-    x = _raw(x)
-    return f" in [{float(x.min()):.4g}, {float(x.max()):.4g}]" if is_array(x) and x.size else ""
-
-
-def _fingerprints(node: Node) -> list[int]:
-    kept = [*(node.arrays or ()), node.y]
-    return [zlib.crc32(np.ascontiguousarray(to_host(a)).data) if is_array(a) and a.size else 0 for a in kept]
+class _CHECKPOINT:                                       # stands where a Primitive would
+    name, broadcasts, inputs = "checkpoint", False, ()
 
 
 # ------------------------------------------------------------------------------------- the engine's own three ops

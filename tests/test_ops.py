@@ -2,6 +2,7 @@
 exceptions. A new op needs its rows (`samples=`) and one line in an oracle below."""
 
 import contextlib
+import functools
 import inspect
 import itertools
 import math
@@ -12,13 +13,37 @@ import pytest
 
 import minigrad as mg
 
-ROWS = [(name, i) for name, op in mg.primitives.items() for i, s in enumerate(op.samples) if s.error is None]
-BAD = [(name, i) for name, op in mg.primitives.items() for i, s in enumerate(op.samples) if s.error is not None]
-PATHS = [(*row, way) for row in ROWS for way in ("op", "composed") if way == "op" or mg.primitives[row[0]].reference]
-FUSED = [row for row in ROWS if mg.primitives[row[0]].reference]
-every_row, every_path = pytest.mark.parametrize("name, i", ROWS), pytest.mark.parametrize("name, i, way", PATHS)
-every_op = pytest.mark.parametrize("name", list(mg.primitives))
-every_fused = pytest.mark.parametrize("name, i", FUSED)
+NAMES = list(mg.primitives)
+PATHS = [(name, way) for name, op in mg.primitives.items() for way in ("op", "composed") if way == "op" or op.reference]
+
+
+def rows(name, errors=False):
+    return [i for i, s in enumerate(mg.primitives[name].samples) if (s.error is not None) is errors]
+
+
+def each_row(test):
+    """Run the test for every sample row of its op; a failure names the row."""
+    @functools.wraps(test)
+    def run(name, **given):
+        for i in rows(name):
+            try:
+                test(name=name, i=i, **given)
+            except BaseException as error:
+                error.add_note(f"[{name}] sample {i}: {mg.primitives[name].samples[i]}")
+                raise
+
+    signature = inspect.signature(test)
+    run.__signature__ = signature.replace(parameters=[p for p in signature.parameters.values() if p.name != "i"])
+    return run
+
+
+def over(values, names="name"):
+    """Every row of these ops (and paths), one test an op."""
+    return lambda test: pytest.mark.parametrize(names, values)(each_row(test))
+
+
+every_op, every_row, every_path = pytest.mark.parametrize("name", NAMES), over(NAMES), over(PATHS, "name, way")
+every_fused = over([name for name in NAMES if mg.primitives[name].reference])
 
 
 # ------------------------------------------------------------------------------- from a sample row to arguments
@@ -47,6 +72,8 @@ def arguments(name, i, dtype=np.float64, resize=None):
     swap = (lambda n: resize[1] if n == resize[0] else n) if resize else (lambda n: n)
 
     def constant(x):
+        if resize and is_shape(x) and len(x) == resize[0]:
+            return x[:resize[1]]                         # a tuple along that axis
         if isinstance(x, np.ndarray):
             for axis, n in enumerate(x.shape):
                 x = np.take(x, np.arange(swap(n)) % max(1, n), axis=axis)
@@ -56,7 +83,7 @@ def arguments(name, i, dtype=np.float64, resize=None):
     shapes = [tuple(map(swap, a)) for a in sample.args if is_shape(a)]
     arrays = iter(values(shapes, sample.low, sample.high))
     args = [next(arrays).astype(dtype) if is_shape(a) else constant(a) for a in sample.args]
-    return args, {k: constant(v) for k, v in sample.params.items()}
+    return args, {k: tuple(map(swap, v)) if k == "shape" else constant(v) for k, v in sample.params.items()}
 
 
 def leaves(args):
@@ -267,10 +294,22 @@ def oracle(torch, name, args, params):
     return y.detach().numpy(), [torch.zeros_like(x) if ct is None else ct for x, ct in zip(xs, cts)]
 
 
+def check_oracle(torch, name, args, params):
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", module="torch")
+        warnings.filterwarnings("ignore", message="var|std")
+        want, cts = oracle(torch, name, args, params)
+    y = mg.primitives[name](*leaves(args)[0], **params)
+    close(y, want)
+    assert y.shape == want.shape
+    for got, ct in zip(first(name, args, params)[1] if cts else (), cts or ()):
+        close(got, ct)
+
+
 # ---------------------------------------------------------------------------------------------- errors and values
 
 
-@pytest.mark.parametrize("name, i", BAD)
+@pytest.mark.parametrize("name, i", [(name, i) for name in NAMES for i in rows(name, errors=True)])
 def test_error_rows(name, i):
     """The message promised by the row; it starts with an op in brackets. On both paths."""
     args, params = arguments(name, i)
@@ -281,19 +320,12 @@ def test_error_rows(name, i):
         assert str(caught.value).startswith("[") and promised in str(caught.value)
 
 
-@pytest.mark.parametrize("name, i", [row for row in ROWS if row[0] in TORCH])
+@over(list(TORCH))
 def test_against_torch(name, i, torch):
-    args, params = arguments(name, i)
-    want, cts = oracle(torch, name, args, params)
-    y = mg.primitives[name](*leaves(args)[0], **params)
-    close(y, want)
-    assert y.shape == want.shape
-    if cts is not None:
-        for got, ct in zip(first(name, args, params)[1], cts):
-            close(got, ct)
+    check_oracle(torch, name, *arguments(name, i))
 
 
-@pytest.mark.parametrize("name, i", [row for row in ROWS if row[0] in NUMPY])
+@over(list(NUMPY))
 def test_against_a_formula(name, i):
     args, params = arguments(name, i)
     close(mg.primitives[name](*leaves(args)[0], **params), NUMPY[name](*args, **params))
@@ -433,11 +465,13 @@ def test_one_tensor_as_two_arguments(name, i):
 
 
 def refused_by_name(name, args, params):
-    """Whether the op refuses these arguments, which it must do with an error that starts with an op in brackets."""
-    made, _ = leaves(args)
+    """Whether the op refuses these arguments, on either path: it must do so with an error that starts with an op in
+    brackets."""
     try:
-        mg.primitives[name](*made, **params)
-    except (ValueError, TypeError, IndexError) as error:
+        for way in ("op", "composed"):
+            with within(way):
+                mg.primitives[name](*leaves(args)[0], **params)
+    except (ValueError, TypeError, IndexError, AttributeError) as error:
         assert str(error).startswith("["), f"[{name}] an unnamed error: {error!r}"
         return True
     return False
@@ -457,7 +491,7 @@ def check_small(name, args, params, torch=None):
             return False
         y = op(*leaves(args)[0], **params)
     finite = bool(np.isfinite(y.numpy()).all())
-    assert finite or caught, f"[{name}] made {y} silently"
+    assert caught or not np.isnan(y.numpy()).any(), f"[{name}] made {y} silently"
     assert not (finite and caught), f"[{name}] warns of a finite result: {caught[0].message}"
     with warnings.catch_warnings():
         if not finite:
@@ -474,11 +508,7 @@ def check_small(name, args, params, torch=None):
                     order_1(name, args, params, way)
                     order_2(name, args, params, way)
         if torch is not None and name in TORCH:
-            want, cts = oracle(torch, name, args, params)
-            close(y, want)
-            assert y.shape == want.shape
-            for got, ct in zip(first(name, args, params)[1] if cts else (), cts or ()):
-                close(got, ct)
+            check_oracle(torch, name, args, params)
     return True
 
 
@@ -487,8 +517,7 @@ def check_small(name, args, params, torch=None):
 def test_axes_of_length_0_and_1(name, length):
     """Each length of each row, in all arguments at once, becomes 0 or 1: the op gives the right answer or refuses by
     name; and of all these some are not refused."""
-    rows = [i for n, i in ROWS if n == name]
-    tried = [check_small(name, *arguments(name, i, resize=(n, length))) for i in rows for n in sizes_of(name, i)]
+    tried = [check_small(name, *arguments(name, i, resize=(n, length))) for i in rows(name) for n in sizes_of(name, i)]
     assert any(tried)
 
 
@@ -496,7 +525,7 @@ def test_axes_of_length_0_and_1(name, length):
 @pytest.mark.parametrize("name", list(TORCH))
 def test_axes_of_length_0_and_1_against_torch(name, length, torch):
     """Where PyTorch takes the case too (it has no maximum of nothing either, but refuses more)."""
-    for i in [i for n, i in ROWS if n == name]:
+    for i in rows(name):
         for n in sizes_of(name, i):
             args, params = arguments(name, i, resize=(n, length))
             try:
@@ -538,7 +567,7 @@ def test_0d(name, i):
 
 def test_elementwise_ops_are_recognised():
     """The rule above is not empty, and does not take everything."""
-    found = {name for name, i in ROWS if is_elementwise(name, i)}
+    found = {name for name in NAMES if is_elementwise(name, rows(name)[0])}
     assert {"add", "exp", "gelu", "relu", "where", "clip"} <= found
     assert not {"sum", "softmax", "matmul", "reshape", "layer_norm"} & found
 
@@ -547,11 +576,11 @@ def layouts(a):
     """The same values with other strides: transposed, every second element of a larger array, back to front."""
     yield np.asfortranarray(a) if a.ndim > 1 else np.stack([a, a], -1)[..., 0]
     wide = np.zeros([2 * n for n in a.shape], a.dtype)
-    every = (slice(None, None, 2),) * a.ndim
+    every = (*(slice(None, None, 2),) * a.ndim, ...)
     wide[every] = a
     yield wide[every]
     back = (slice(None, None, -1),) * a.ndim
-    yield np.ascontiguousarray(a[back])[back] if a.ndim else a
+    yield np.ascontiguousarray(a[back])[back] if a.ndim else a.copy()
 
 
 @every_path
@@ -584,40 +613,52 @@ def shrunk(shape):
     yield from (shape[k:] for k in range(1, len(shape) + 1))
 
 
+def summed(c, shape):
+    """The adjoint of broadcasting `shape` to c's, in plain NumPy; None if it does not broadcast."""
+    lead = c.ndim - len(shape)
+    if lead < 0 or any(n not in (1, m) for n, m in zip(shape, c.shape[lead:])):
+        return None
+    return c.sum(tuple(k for k in range(c.ndim) if k < lead or shape[k - lead] != c.shape[k])).reshape(shape)
+
+
 @pytest.mark.parametrize("name", [name for name, op in mg.primitives.items() if op.broadcasts])
 def test_broadcasting(name):
-    """An argument with an axis of length 1, or a missing one, counts as the same values spelled out in full: equal
-    result, and its gradient is the sum over what was repeated."""
+    """Some of the generated shapes are not refused."""
+    assert sum(check_broadcasting(name, i) for i in rows(name))
+
+
+def check_broadcasting(name, i):
+    """An argument with an axis of length 1, or a missing one, counts as the same values spelled out in full: the same
+    result (if nothing else stretches it, then with an axis of length 1 too), and gradients summed over what was
+    repeated."""
+    args, params = arguments(name, i)
+    op, places = mg.primitives[name], [k for k, a in enumerate(args) if is_float(a)]
+    if sum(isinstance(a, np.ndarray) for a in args) < 2 and "shape" not in params:
+        return 0                                         # nothing to broadcast with
     tried = 0
-    for i in [i for n, i in ROWS if n == name]:
-        args, params = arguments(name, i)
-        if not differentiable(name, i) and name not in TORCH:
-            continue
-        full = mg.primitives[name](*leaves(args)[0], **params)
-        for at in [k for k, a in enumerate(args) if is_float(a)]:
-            for shape in shrunk(args[at].shape):
-                few = args[at][tuple(slice(n) if n == 1 else slice(None) for n in (1,) * (args[at].ndim - len(shape)) + shape)]
-                small, spelled = list(args), list(args)
-                small[at] = few.reshape(shape)
-                spelled[at] = np.broadcast_to(small[at], args[at].shape).copy()
-                if refused_by_name(name, small, params):
+    for at, way in itertools.product(places, ("op", "composed")):
+        for shape in shrunk(args[at].shape) if args[at].size else ():
+            corner = tuple(slice(n) for n in [1] * (args[at].ndim - len(shape)) + [*shape])
+            small, spelled = list(args), list(args)
+            small[at] = args[at][corner].reshape(shape)
+            spelled[at] = np.broadcast_to(small[at], args[at].shape).copy()
+            if refused_by_name(name, small, params):
+                continue
+            with within(way):
+                (few, xs), (full, wide) = leaves(small), leaves(spelled)
+                y, want = op(*few, **params), op(*full, **params)
+                ct = like(want)
+                ct_y = summed(ct, y.shape)
+                if ct_y is None:                         # the missing axis has a role: a matrix became a vector
                     continue
-                for way in ("op", "composed"):
-                    with within(way):
-                        y = mg.primitives[name](*leaves(small)[0], **params)
-                    if y.shape != full.shape:            # nothing else stretches it: another problem
-                        continue
-                    tried += 1
-                    close(y, mg.primitives[name](*leaves(spelled)[0], **params))
-                    if y.requires_grad:
-                        cts, wide = (first(name, a, params, way)[1] for a in (small, spelled))
-                        j = [k for k, a in enumerate(args) if is_float(a)].index(at)
-                        axes = tuple(k for k in range(args[at].ndim) if k < args[at].ndim - len(shape)
-                                     or shape[k - args[at].ndim + len(shape)] != args[at].shape[k])
-                        assert cts[j].shape == shape
-                        close(cts[j], wide[j].numpy().sum(axes).reshape(shape))
-                        order_2(name, small, params, way)
-    assert tried
+                close(np.broadcast_to(y.numpy(), want.shape), want)
+                tried += 1
+                if y.requires_grad:
+                    for x, got, expected in zip(xs, mg.gradients(y, xs, ct_y), mg.gradients(want, wide, ct)):
+                        assert got.shape == x.shape
+                        close(got, summed(expected.numpy(), x.shape))
+                    order_2(name, small, params, way)
+    return tried
 
 
 # ------------------------------------------------------------------------------------------------ dtype and memory
@@ -706,6 +747,7 @@ def test_a_node_keeps_what_its_rules_name(name, i):
         rules = [body.joint] if body.joint else [r for k, r in enumerate(body.rules) if r and k in needed]
         named = {n for rule in rules for n in parameter_names(rule)}
         all_inputs = not op.differentiable or (len(op.inputs) == 1 and op.inputs[0] in named)
+        made += [None] * (len(node.arrays) - len(made))  # optional arguments that were not given
         for k, a in enumerate(made):
             label = op.inputs[min(k, len(op.inputs) - 1)]
             raw = a._data if isinstance(a, mg.Tensor) else a

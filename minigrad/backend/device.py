@@ -17,20 +17,20 @@ class Device(str):
     """A device by name: "cpu", "cuda" (the same as "cuda:0"), "cuda:1"; compares equal to that string."""
 
     type: str
-    index: int
+    ordinal: int
 
     def __new__(cls, name: str = "cpu") -> Device:
         kind, _, index = str(name).partition(":")
         if kind not in ("cpu", "cuda") or (index and not index.isdigit()) or (kind == "cpu" and int(index or 0)):
             raise ValueError(f'[device] a device is "cpu", "cuda" or "cuda:1": {name!r}')
         self = super().__new__(cls, kind if not int(index or 0) else f"{kind}:{int(index)}")
-        self.type, self.index = kind, int(index or 0)
+        self.type, self.ordinal = kind, int(index or 0)
         return self
 
     @property
     def xp(self) -> ModuleType:
         """The array library: NumPy, or CuPy (imported when first asked for)."""
-        return np if self.type == "cpu" else cuda_module(self.index)
+        return np if self.type == "cpu" else cuda_module(self.ordinal)
 
     @property
     def backend(self) -> str:
@@ -48,7 +48,7 @@ def device(name: str | Device) -> Device:
         return name
     made = Device(name)
     if made.type == "cuda":
-        cuda_module(made.index)
+        cuda_module(made.ordinal)
     return _devices.setdefault(str(made), made)
 
 
@@ -114,7 +114,7 @@ def to_device(x: Any, to: Device) -> Any:
     if to.type == "cpu":
         return x.get()
     module: Any = to.xp
-    with module.cuda.Device(to.index):
+    with module.cuda.Device(to.ordinal):
         return module.asarray(x)
 
 

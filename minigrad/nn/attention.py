@@ -22,8 +22,8 @@ class MultiheadAttention(Module):
     def __init__(self, d_model: int, n_heads: int, n_kv_heads: int | None = None, rope: bool | float = False,
                  qk_norm: bool = False, bias: bool = True, causal: bool = False, window: int | None = None,
                  dropout: float = 0.0, implementation: str = "auto") -> None:
-        n_kv_heads = n_kv_heads or n_heads
-        if d_model % n_heads or n_heads % n_kv_heads:
+        n_kv_heads = n_heads if n_kv_heads is None else n_kv_heads
+        if min(d_model, n_heads, n_kv_heads) < 1 or d_model % n_heads or n_heads % n_kv_heads:
             raise ValueError(f"[MultiheadAttention] heads divide the width and kv heads the heads: d_model {d_model}, "
                              f"n_heads {n_heads}, n_kv_heads {n_kv_heads}")
         self.n_heads, self.n_kv_heads, self.d_head = n_heads, n_kv_heads, d_model // n_heads

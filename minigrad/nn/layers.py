@@ -71,6 +71,8 @@ class Dropout(Module):
     """Zeroes elements with probability p while training."""
 
     def __init__(self, p: float = 0.5) -> None:
+        if not 0.0 <= p <= 1.0:
+            raise ValueError(f"[Dropout] dropout is a probability: got {p}")
         self.p = p
 
     def forward(self, x: Tensor) -> Tensor:

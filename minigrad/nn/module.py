@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
+import numpy as np
+
 from minigrad.backend.device import device as _device
 from minigrad.backend.device import to_device
 from minigrad.tape import Tensor, _memory, _raw, describe
@@ -20,9 +22,18 @@ class Parameter(Tensor):
         self.path = ""
 
 
+def _within(name: str, value: Any) -> Iterator[tuple[str, Any]]:
+    """The Tensors and Modules that are `value` or stand in its lists and dicts."""
+    if isinstance(value, (Tensor, Module)):
+        yield name, value
+    elif isinstance(value, (list, tuple, dict)):
+        for key, member in value.items() if isinstance(value, dict) else enumerate(value):
+            yield from _within(f"{name}.{key}", member)
+
+
 class Module:
-    """Assign Parameters, Tensors (buffers: saved and moved, not trained), Modules, and lists or dicts of Modules as
-    attributes; define `forward`. Names beginning with "_" are left out. Order is the order of assignment."""
+    """Assign Parameters, Tensors (buffers: saved and moved, not trained), Modules, and lists or dicts of these (nested
+    too) as attributes; define `forward`. Names beginning with "_" are left out. Order is the order of assignment."""
 
     training = True
     forward: Callable[..., Any]
@@ -33,16 +44,8 @@ class Module:
     def _members(self) -> Iterator[tuple[str, Any]]:
         """Own Tensors and Modules by name; those in lists and dicts as name.0, name.key."""
         for name, value in vars(self).items():
-            if name.startswith("_"):
-                continue
-            pairs: Iterable[tuple[Any, Any]] = [(None, value)]
-            if isinstance(value, (list, tuple)):
-                pairs = enumerate(value)
-            elif isinstance(value, dict):
-                pairs = value.items()
-            for key, member in pairs:
-                if isinstance(member, (Tensor, Module)):
-                    yield name if key is None else f"{name}.{key}", member
+            if not name.startswith("_"):
+                yield from _within(name, value)
 
     def named_modules(self, prefix: str = "") -> Iterator[tuple[str, Module]]:
         """(path, module) for this module and all below, parents first."""
@@ -106,14 +109,18 @@ class Module:
                 device = arg
             else:
                 dtype = arg
-        to = None if device is None else _device(device)
-        for x in self._named_tensors().values():
+        if dtype is not None and np.dtype(dtype).kind != "f":
+            raise TypeError(f"[Module.to] a module's dtype is a floating one: got {np.dtype(dtype)}")
+        to, moved = None if device is None else _device(device), []
+        for path, x in self._named_tensors().items():
             raw = x._data if to is None else to_device(x._data, to)
             raw = raw.astype(dtype) if dtype is not None and raw.dtype.kind == "f" and raw.dtype != dtype else raw
             if raw is not x._data:
                 if _memory(x).held:
-                    raise RuntimeError("[Module.to] a live graph still needs these parameters; move after backward")
-                x._data, x._memory, x._grad = raw, None, None
+                    raise RuntimeError(f"[Module.to] a live graph still needs {path}; move after backward")
+                moved.append((x, raw))
+        for x, raw in moved:                             # all or nothing
+            x._data, x._memory, x._grad = raw, None, None
         return self
 
     def state_dict(self) -> dict[str, Tensor]:
@@ -144,6 +151,8 @@ def load_checked(owner: str, own: dict[str, Tensor], state: dict[str, Any], stri
     shared = [name for name in own if name in state]
     problems += [f"misshapen {name}: {describe(state[name])} for {own[name].shape}" for name in shared
                  if getattr(state[name], "shape", None) != own[name].shape]
+    problems += [f"{name} holds no numbers: {describe(state[name])}" for name in shared
+                 if getattr(getattr(state[name], "dtype", None), "kind", "f") not in "biufV"]
     if problems:
         raise ValueError(f"[load_state_dict] the state does not fit {owner}: " + "; ".join(problems))
     for name in shared:

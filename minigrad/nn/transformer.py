@@ -14,7 +14,8 @@ from minigrad.backend.device import to_host
 from minigrad.nn.attention import MultiheadAttention
 from minigrad.nn.layers import MLP, Dropout, Embedding, LayerNorm, Linear, RMSNorm, SwiGLU
 from minigrad.nn.module import Module, ModuleList
-from minigrad.tape import Tensor, no_grad
+from minigrad.ops.index import check_ids
+from minigrad.tape import Tensor, _raw, no_grad
 
 
 @dataclass(frozen=True)
@@ -130,11 +131,13 @@ class Transformer(Module):
         """`n` further tokens after ids (B, T), one after another: (B, T + n) int64. Each is drawn from
         softmax(logits / temperature) of the last `context` tokens, from its top_k likeliest if given; temperature 0 takes
         the likeliest. Randomness is mg.manual_seed's."""
-        if temperature < 0 or (top_k is not None and top_k < 1):
-            raise ValueError(f"[generate] temperature is at least 0 and top_k at least 1: got {temperature}, {top_k}")
-        ids = np.array(to_host(ids._data if isinstance(ids, Tensor) else np.asarray(ids)), dtype=np.int64)
+        if not temperature >= 0 or (top_k is not None and top_k < 1) or n < 0:
+            raise ValueError("[generate] temperature is at least 0, top_k at least 1 and n at least 0: "
+                             f"got {temperature}, {top_k}, {n}")
+        ids = np.asarray(to_host(_raw(ids)))
         if ids.ndim != 2 or not ids.shape[1]:
             raise ValueError(f"[generate] a prompt of at least one token is needed, ids (B, T): got {ids.shape}")
+        ids = check_ids("generate", ids, self.config.vocab_size).astype(np.int64)
         training = self.training
         self.eval()
         try:

@@ -141,19 +141,28 @@ def relu(x, /):
 @primitive(samples=[sample((2, 3))], rules=[lambda ct, x: ct * (2.0 / math.sqrt(math.pi)) * exp(-(x * x))])
 def erf(x, /):
     """2/sqrt(pi) times the integral of e^(-t^2) from 0 to x"""
-    return _numpy.erf(x) if xp(x) is np else cupyx_special().erf(x)
+    return _numpy.erf(np.asarray(x)) if xp(x) is np else cupyx_special().erf(x)
+
+
+def _gelu(x, approximate):
+    _check_approximate(approximate)
+    return _numpy.gelu(x, approximate)
+
+
+def _check_approximate(approximate):
+    if approximate not in ("none", "tanh"):
+        raise ValueError(f'[gelu] approximate is "none" or "tanh": got {approximate!r}')
 
 
 @primitive(samples=[sample((2, 3)), sample(()), sample((2, 3), approximate="tanh"), sample((0, 2)),
                     sample((2,), approximate="sigmoid", error='approximate is "none" or "tanh"')],
-           kernels={"numpy": (_numpy.gelu, _numpy.gelu_backward)})
+           kernels={"numpy": (_gelu, _numpy.gelu_backward)})
 def gelu(x, /, approximate="none"):
     """x Phi(x) = x (1 + erf(x / sqrt 2)) / 2, or with approximate="tanh" x (1 + tanh(sqrt(2/pi)(x + 0.044715 x^3))) / 2
     (Hendrycks and Gimpel, 2016)"""
+    _check_approximate(approximate)
     if approximate == "tanh":
         return 0.5 * x * (1.0 + tanh(math.sqrt(2.0 / math.pi) * (x + 0.044715 * x * x * x)))
-    if approximate != "none":
-        raise ValueError(f'[gelu] approximate is "none" or "tanh": got {approximate!r}')
     return 0.5 * x * (1.0 + erf(x * math.sqrt(0.5)))
 
 

@@ -21,7 +21,7 @@ def check_ids(op: str, ids, n: int, low: int = 0, but: int | None = None):
     bad = (ids < low) | (ids >= n)
     bad = bad if but is None else bad & (ids != but)
     if ids.size and bool(bad.any()):
-        where = tuple(int(i[0]) for i in to_host(xp(ids).stack(xp(ids).nonzero())).reshape(ids.ndim, -1)) if ids.ndim else ()
+        where = tuple(int(i[0]) for i in to_host(xp(ids).stack(bad.nonzero())).reshape(ids.ndim, -1)) if ids.ndim else ()
         raise IndexError(f"[{op}] id {int(ids[where])} at {where} is out of range for size {n}")
     return ids
 
@@ -31,7 +31,7 @@ def _lookup(table, ids):
 
 
 def _scatter(ct, ids, table_shape):
-    return _numpy.embedding_backward(ct.reshape(-1, ct.shape[-1]), ids.reshape(-1), table_shape[0])
+    return _numpy.embedding_backward(ct.reshape(ids.size, ct.shape[-1]), ids.reshape(-1), table_shape[0])
 
 
 @primitive(kernels={"numpy": (_lookup, _scatter)},

@@ -2,13 +2,19 @@
 
 from __future__ import annotations
 
+import math
 import string
 
 import numpy as np
 
 from minigrad.backend.device import is_array, xp
-from minigrad.ops.shape import expand_dims, reshape, swapaxes
+from minigrad.ops.shape import broadcast_to, expand_dims, reshape, swapaxes
 from minigrad.tape import Tensor, primitive, sample
+
+
+def _as_rows(x):
+    """(*S, C) as (rows, C), also if C is 0."""
+    return reshape(x, (math.prod(x.shape[:-1]), x.shape[-1]))
 
 
 def _matmul_rule_a(ct, a_shape, b):
@@ -26,7 +32,7 @@ def _matmul_rule_b(ct, a, b_shape):
     if a.ndim == 1:
         return expand_dims(a, -1) @ expand_dims(ct, -2)
     if len(b_shape) == 2 and a.ndim > 2:                 # one product instead of a batch of them to be summed
-        return reshape(a, (-1, a.shape[-1])).T @ reshape(ct, (-1, ct.shape[-1]))
+        return _as_rows(a).T @ _as_rows(ct)
     return swapaxes(a, -1, -2) @ ct
 
 
@@ -40,8 +46,8 @@ def matmul(a, b, /):
 
     ct_a = ct b^T,  ct_b = a^T ct
     """
-    if not a.ndim or not b.ndim:
-        raise ValueError(f"[matmul] both sides need at least one axis: a {a.shape} @ b {b.shape}")
+    if not np.ndim(a) or not np.ndim(b):
+        raise ValueError(f"[matmul] both sides need at least one axis: a {np.shape(a)} @ b {np.shape(b)}")
     if a.shape[-1] != b.shape[-2 if b.ndim > 1 else 0]:
         raise ValueError(f"[matmul] inner sizes differ: a {a.shape} @ b {b.shape}")
     return a @ b
@@ -52,7 +58,7 @@ def _linear_rule_x(ct, w):
 
 
 def _linear_rule_w(ct, x):
-    return reshape(x, (-1, x.shape[-1])).T @ reshape(ct, (-1, ct.shape[-1]))
+    return _as_rows(x).T @ _as_rows(ct)
 
 
 @primitive(fused=True, samples=[sample((2, 3), (3, 4)), sample((2, 5, 3), (3, 4), (4,)), sample((3,), (3, 2), (2,)),
@@ -64,11 +70,11 @@ def linear(x, w, b=None, /):
 
     ct_x = ct w^T,  ct_w = x^T ct  (A.10.11),  ct_b = the sum of ct over (*S)
     """
-    if w.ndim != 2 or not x.ndim or x.shape[-1] != w.shape[0] or (b is not None and b.shape != w.shape[1:]):
-        raise ValueError(f"[linear] w is stored (d_in, d_out) and x ends in d_in: x {x.shape}, w {w.shape}"
-                         + ("" if b is None else f", b {b.shape}"))
+    if np.ndim(w) != 2 or np.shape(x)[-1:] != w.shape[:1] or (b is not None and np.shape(b) != w.shape[1:]):
+        raise ValueError(f"[linear] w is stored (d_in, d_out) and x ends in d_in: x {np.shape(x)}, w {np.shape(w)}"
+                         + ("" if b is None else f", b {np.shape(b)}"))
     if is_array(x) and is_array(w) and x.ndim > 2:
-        y = (reshape(x, (-1, x.shape[-1])) @ w).reshape(*x.shape[:-1], w.shape[1])
+        y = (_as_rows(x) @ w).reshape(*x.shape[:-1], w.shape[1])
         if b is not None and y.dtype == np.result_type(y, b):
             y += b                                       # into the product's own memory
             return y
@@ -110,8 +116,10 @@ def _einsum_rule(ct, operands, shapes, needs, terms, out):
         known = set(out).union(*(terms[j] for j in others))
         alone = [(c, n) for c, n in zip(terms[i], shapes[i]) if c not in known]
         ones = [xp(operands[i] if is_array(operands[i]) else operands[i]._data).ones(n, operands[i].dtype) for _, n in alone]
-        cts.append(_einsum(ct, *[operands[j] for j in others], *ones, terms=(out, *(terms[j] for j in others), *(c for c, _ in alone)),
-                           out=terms[i]) if want else None)
+        c = _einsum(ct, *[operands[j] for j in others], *ones, terms=(out, *(terms[j] for j in others), *(c for c, _ in alone)),
+                    out=terms[i]) if want else None
+        full = None if c is None else np.broadcast_shapes(c.shape, shapes[i])
+        cts.append(c if c is None or c.shape == full else broadcast_to(c, full))  # others had length 1 there
     return tuple(cts)
 
 

@@ -2,17 +2,32 @@
 
 from __future__ import annotations
 
+import numpy as np
+
 from minigrad.kernels.numpy import norm as _numpy
 from minigrad.tape import primitive, sample
 
 
 def _check(op, x, *vectors):
-    if not x.ndim or any(v is not None and v.shape != x.shape[-1:] for v in vectors):
-        came = ", ".join(str(v.shape) for v in vectors if v is not None)
-        raise ValueError(f"[{op}] weight and bias are (C,) for x (*S, C): x {x.shape}, got {came}")
+    shape = np.shape(x)
+    if not shape or not shape[-1]:
+        raise ValueError(f"[{op}] x (*S, C) has nothing to normalise: x {shape}")
+    if any(v is not None and np.shape(v) != shape[-1:] for v in vectors):
+        came = ", ".join(str(np.shape(v)) for v in vectors if v is not None)
+        raise ValueError(f"[{op}] weight and bias are (C,) for x (*S, C): x {shape}, got {came}")
 
 
-@primitive(kernels={"numpy": (_numpy.layer_norm, _numpy.layer_norm_backward, "mean", "rstd")},
+def _layer_norm(x, weight, bias, eps):
+    _check("layer_norm", x, weight, bias)
+    return _numpy.layer_norm(x, weight, bias, eps)
+
+
+def _rms_norm(x, weight, eps):
+    _check("rms_norm", x, weight)
+    return _numpy.rms_norm(x, weight, eps)
+
+
+@primitive(kernels={"numpy": (_layer_norm, _numpy.layer_norm_backward, "mean", "rstd")},
            samples=[sample((2, 3)), sample((2, 5, 4), (4,), (4,)), sample((2, 4), (4,)), sample((2, 4), None, (4,)), sample((3,)),
                     sample((0, 4), (4,), (4,)), sample((2, 3), (2,), error="[layer_norm] weight and bias are (C,)")])
 def layer_norm(x, weight=None, bias=None, /, eps=1e-5):
@@ -25,7 +40,7 @@ def layer_norm(x, weight=None, bias=None, /, eps=1e-5):
     return y if bias is None else y + bias
 
 
-@primitive(kernels={"numpy": (_numpy.rms_norm, _numpy.rms_norm_backward, "rstd")},
+@primitive(kernels={"numpy": (_rms_norm, _numpy.rms_norm_backward, "rstd")},
            samples=[sample((2, 3)), sample((2, 5, 4), (4,)), sample((3,)), sample((0, 4), (4,)),
                     sample((2, 3), (2,), error="[rms_norm] weight and bias are (C,)")])
 def rms_norm(x, weight=None, /, eps=1e-6):

@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 
 from minigrad.backend.device import xp
-from minigrad.ops.elementwise import exp, where
+from minigrad.ops.elementwise import exp, isfinite, where
 from minigrad.ops.shape import broadcast_to, flip
 from minigrad.tape import primitive, sample
 
@@ -15,7 +15,7 @@ _rows = [sample((2, 3)), sample((2, 3), axis=1), sample((2, 3, 4), axis=(0, -1),
 
 def _axes(axis, ndim: int) -> tuple[int, ...]:
     axes = tuple(range(ndim)) if axis is None else axis if isinstance(axis, tuple) else (axis,)
-    return tuple(a % ndim for a in axes)
+    return tuple(a % ndim for a in axes) if ndim else ()  # NumPy takes axis 0 of a 0-d array
 
 
 def _keep(c, shape, axis, keepdims):
@@ -47,9 +47,13 @@ def mean(x, /, axis=None, keepdims=False):
     return x.mean(axis=axis, keepdims=keepdims)
 
 
+def _over(a: float, n: int) -> float:
+    return a / n if n > 0 else np.nan                    # as the variance itself
+
+
 @primitive(samples=[*_rows, sample((2, 3), axis=1, ddof=1), sample((4,), ddof=1, keepdims=True)],
            rules=[lambda ct, x, axis, ddof, keepdims: _keep(ct, x.shape, axis, keepdims) * (
-               (x - x.mean(axis=axis, keepdims=True)) * (2.0 / (_count(x.shape, axis) - ddof)))])
+               (x - x.mean(axis=axis, keepdims=True)) * _over(2.0, _count(x.shape, axis) - ddof))])
 def var(x, /, axis=None, ddof=0, keepdims=False):
     """sum (x - mean)^2 / (n - ddof);  ct_x = ct 2 (x - mean) / (n - ddof)"""
     return x.var(axis=axis, ddof=ddof, keepdims=keepdims)
@@ -74,7 +78,7 @@ def min_(x, /, axis=None, keepdims=False):
 
 
 def _finite(y):
-    return where(y * 0.0 == 0.0, y, 0.0)                 # an infinite maximum must not give inf - inf
+    return where(isfinite(y), y, 0.0)                    # an infinite maximum must not give inf - inf
 
 
 @primitive(samples=_rows, rules=[lambda ct, x, y, axis, keepdims: _keep(ct, x.shape, axis, keepdims)
@@ -82,7 +86,7 @@ def _finite(y):
 def logsumexp(x, /, axis=None, keepdims=False):
     """log sum e^x = m + log sum e^(x - m) with m = max x;  ct_x = ct e^(x - y). -inf for a row of -inf, with gradient 0."""
     m = xp(x)
-    top = x.max(axis=axis, keepdims=True)
+    top = (x.max if x.size else x.sum)(axis=axis, keepdims=True)  # nothing has no maximum, but a sum of 0
     top = m.where(m.isfinite(top), top, m.zeros_like(top))
     with np.errstate(divide="ignore"):
         y = m.log(m.exp(x - top).sum(axis=axis, keepdims=True)) + top
@@ -90,7 +94,7 @@ def logsumexp(x, /, axis=None, keepdims=False):
 
 
 @primitive(samples=[sample((2, 3), axis=1), sample((4,), axis=0), sample((2, 3, 2), axis=-2)],
-           rules=[lambda ct, axis: flip(cumsum(flip(ct, axis=axis), axis=axis), axis=axis)])
+           rules=[lambda ct, x_shape, axis: flip(cumsum(flip(ct, axis=axis), axis=axis), axis=axis).reshape(x_shape)])
 def cumsum(x, /, axis):
     """Running sums along `axis`; the cotangent's running sums from the other end"""
     return xp(x).cumsum(x, axis=axis)

@@ -6,7 +6,7 @@ from __future__ import annotations
 import numpy as np
 
 from minigrad.backend.device import is_array, scatter_add, xp
-from minigrad.tape import Tensor, primitive, sample
+from minigrad.tape import Part, Tensor, primitive, sample
 
 
 @primitive(view=True, samples=[sample((2, 3), shape=(3, 2)), sample((2, 3), shape=(-1,)), sample((), shape=(1, 1)),
@@ -144,7 +144,13 @@ def _plain_key(key):
     return np.asarray(key, dtype=None if len(key) else np.int64) if isinstance(key, list) else key
 
 
-@primitive(view=True, rules=[lambda ct, x_shape, key: _place(ct, shape=x_shape, key=key)],
+def _getitem_rule(ct, x_shape, key):
+    if _is_basic(key) and not isinstance(ct, Tensor):
+        return Part(ct, key)
+    return _place(ct, shape=x_shape, key=key)
+
+
+@primitive(view=True, rules=[_getitem_rule],
            samples=[sample((3, 4), key=1), sample((3, 4), key=(slice(None), slice(0, 4, 2))), sample((3, 4), key=(..., None, -1)),
                     sample((3, 4), key=_ids), sample((3, 4), key=(slice(None), _ids)), sample((3, 4), key=(_ids, _ids)),
                     sample((3,), key=np.array([True, False, True])), sample((3, 4), key=3, error="[getitem]"),
@@ -159,7 +165,7 @@ def getitem(x, key):
     return _getitem(x, key=_plain_key(key))
 
 
-@primitive(rules=[lambda ct, key: _getitem(ct, key=key)],
+@primitive(broadcasts=True, rules=[lambda ct, key: _getitem(ct, key=key)],
            samples=[sample((4,), shape=(3, 4), key=1), sample((2, 2, 4), shape=(3, 4), key=_ids)])
 def _place(ct, /, shape, key):
     """The adjoint of getitem: zeros of `shape` with ct added at key"""

@@ -35,7 +35,7 @@ _seen = np.array([[True, False, True], [True, True, True]])
 
 
 @primitive(kernels={"numpy": (_numpy.masked_softmax, lambda ct, y, axis: (_numpy.softmax_backward(ct, y, axis), None))},
-           rules=[_softmax_rule, None], broadcasts=True,
+           rules=[_softmax_rule, None],
            samples=[sample((2, 3), _seen), sample((2, 3), None), sample((4, 2, 3), _seen), sample((2, 3), _seen, axis=0),
                     sample((2, 3), np.array([[False], [True]]))])
 def _masked_softmax(scores, visible=None, /, axis=-1):

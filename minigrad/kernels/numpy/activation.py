@@ -104,15 +104,15 @@ def _one_plus_exp(x, y):
 
 
 # float32: erf x = x P(x^2) / Q(x^2), the odd rational function of Eigen's generic_fast_erf_float
-# and XLA's ErfImpl32. At ERF32_END it reaches 1, and is held there.
-ERF32_END = 3.644881
+# and XLA's ErfImpl32. ERF32_END is the first float32 where this is exactly 1 (all were tried).
+ERF32_END = 3.637730360031128
 ERF32_P = (0.00022905065861350646, 0.0034082910107109506, 0.050955695062380861,
            0.18520832239976145, 1.128379143519084)
 ERF32_Q = (-1.1791602954361697e-7, 0.000023547966471313185, 0.0010179625278914885,
            0.014070470171167667, 0.11098505178285362, 0.49746925110067538, 1.0)
 # The same for erf(x / sqrt 2) / 2: the scaling is done once, in the coefficients of x^9 ... x and
-# x^12 ... 1, and not in each block.
-PHI32_END = ERF32_END * math.sqrt(2)
+# x^12 ... 1, and not in each block. PHI32_END is where it is exactly 1/2: so gelu(-100) is 0.
+PHI32_END = 5.215662479400635
 PHI32_P = tuple(c * 0.5 ** (i + 1.5) for c, i in zip(ERF32_P, (4, 3, 2, 1, 0), strict=True))
 PHI32_Q = tuple(c * 0.5**i for c, i in zip(ERF32_Q, (6, 5, 4, 3, 2, 1, 0), strict=True))
 

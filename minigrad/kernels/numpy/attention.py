@@ -34,7 +34,7 @@ their inputs, lse the dtype of the computation. Nothing depends on the number of
 
 import numpy as np
 
-from minigrad.kernels.numpy.attention_blocks import ALL, Backward, Problem, run, runs, size, stack
+from minigrad.kernels.numpy.attention_blocks import ALL, Backward, Problem, run, runs, stack
 
 # fused: query rows of a block, and bytes of scores of the small heads that one block takes together
 ROWS, SLAB_BYTES = 128, 1 << 18
@@ -67,7 +67,7 @@ def fused(q, k, v, mask, bias, sinks, **params):
         p.put(o, b, e @ v * (p.boost / nonzero(z)))
 
     run(blocks, body)
-    return p.leave(o).astype(q.dtype, copy=False), (*map(p.leave_rows, (lse, z_all)), e_all, kept_all)
+    return p.leave(o), (lse.reshape(p.row_shape), z_all.reshape(p.row_shape), e_all, kept_all)
 
 
 def fused_backward(ct, q, k, v, mask, bias, sinks, o, lse, z, e, kept, *, need_bias, **params):
@@ -96,20 +96,21 @@ def tiled(q, k, v, mask, bias, sinks, **params):
     o, lse, _ = p.outputs()
 
     def body(group):
-        k, v = packed(p, group)
-        for b in group:
-            q, (m, z), total = p.queries(b), p.start(b), 0
+        for b, k, v in with_packed(p, group):
+            q, (m, z) = p.queries(b), p.start(b)
+            total = np.zeros((*q.shape[:-1], v.shape[-1]), p.dtype)
             for keys in tiles(p, b):
                 e = p.scores(b, keys, q, k[..., keys, :])
                 m, z, shrink = absorb(e, m, z)
                 if p.bits is not None:
                     e *= p.kept(b, keys)
-                total = total * shrink + e @ v[..., keys, :]
+                total *= shrink
+                total += e @ v[..., keys, :]
             p.put(lse, b, m + np.log(z))
             p.put(o, b, total * (p.boost / nonzero(z)))
 
     run(p.groups(p.blocks(TILE_ROWS)), body)
-    return p.leave(o).astype(q.dtype, copy=False), (p.leave_rows(lse),)
+    return p.leave(o), (lse.reshape(p.row_shape),)
 
 
 def tiled_backward(ct, q, k, v, mask, bias, sinks, o, lse, *, need_bias, **params):
@@ -118,8 +119,7 @@ def tiled_backward(ct, q, k, v, mask, bias, sinks, o, lse, *, need_bias, **param
     shifts = finite(lse).reshape(p.c.shape)
 
     def body(group):
-        k, v = packed(p, group)
-        for b in group:
+        for b, k, v in with_packed(p, group):
             q, g, c = p.queries(b), p.stacked(p.ct, b) * p.boost, p.stacked(p.c, b)
             shift, ct_q = p.stacked(shifts, b), np.zeros_like(q)
             for keys in tiles(p, b):
@@ -163,14 +163,16 @@ def part(flat, b):
     return None if flat is None else flat[b.place].reshape(stack(b.shape))
 
 
-def packed(p, group):
-    """All keys and values of a group's head, contiguous: its blocks read them over and over."""
-    return map(np.ascontiguousarray, p.keys_values(group[0]._replace(keys=ALL)))
+def with_packed(p, group):
+    """The blocks, each with all keys and values of its head, contiguous: tiles read them often."""
+    head = None
+    for b in group:
+        if (b.n, b.kv) != head:
+            head = b.n, b.kv
+            k, v = map(np.ascontiguousarray, p.keys_values(b._replace(keys=ALL)))
+        yield b, k, v
 
 
 def tiles(p, b):
-    """The block's keys in runs of about KEYS; without those that the mask hides from all rows."""
-    count = max(1, -(-size(b.keys) // KEYS))
-    for keys in runs(b.keys.start, b.keys.stop, -(-size(b.keys) // count)):
-        if p.sees_any(b, keys):
-            yield keys
+    """The block's keys, about KEYS at a time, without those that the mask hides from all rows."""
+    return [keys for keys in runs(b.keys.start, b.keys.stop, KEYS) if p.sees_any(b, keys)]

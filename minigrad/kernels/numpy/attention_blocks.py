@@ -12,14 +12,15 @@ so that the products of A.10.3 and A.10.5 run at once over all heads that share 
 """
 
 from collections import defaultdict
+from itertools import pairwise
 from math import ceil, prod
 from typing import NamedTuple
 
 import numpy as np
 
 from minigrad.backend.threads import BLOCK_BYTES, for_rows
+from minigrad.kernels.numpy.blocks import computed_in
 
-ROWS = 128  # query rows of a block: few enough that little is wasted above a causal diagonal
 ALL = slice(None)
 
 
@@ -38,13 +39,13 @@ class Problem:
 
     def __init__(self, q, k, v, mask, bias, sinks, *, scale, query_offset, causal, window, softcap,
                  kv_head, dropout):
-        self.dtype = np.dtype(np.float32) if q.dtype == np.float16 else q.dtype
+        self.out_dtype, self.dtype = q.dtype, computed_in(q.dtype)
         flat = max(q.ndim, k.ndim, v.ndim) == 2
         q, k, v = (x if x.ndim > 2 else x[None] for x in (q, k, v))
         q, k, v = (x.astype(self.dtype, copy=False) for x in (q, k, v))
         self.lead = np.broadcast_shapes(q.shape[:-3], k.shape[:-3], v.shape[:-3])
         self.N, (Hq, self.T), (Hkv, self.S) = prod(self.lead), q.shape[-3:-1], k.shape[-3:-1]
-        self.out_shape = self.lead + (() if flat else (Hq,)) + (self.T,)
+        self.row_shape = self.lead + (() if flat else (Hq,)) + (self.T,)
 
         if kv_head is None:
             kv_head = range(Hq) if Hkv > 1 else [0] * Hq
@@ -68,6 +69,7 @@ class Problem:
         self.offset = query_offset or 0
         self.before = window - 1 if window else self.T + self.S + abs(self.offset)
         self.after = 0 if causal else self.before
+        self.sums, self.apart_heads = [], True  # which gradients blocks add to: see `Backward`
 
     # --- the border, in and out ---------------------------------------------------------------
 
@@ -94,15 +96,15 @@ class Problem:
         o = self.zeros(self.N, self.q, self.v.shape[-1])
         return o, np.empty(rows, self.dtype), np.empty(rows, self.dtype)
 
-    def leave(self, x):
-        """x (N, P, G, T, width) as (*L, Hq, T, width)."""
-        return x.reshape(self.out_shape + x.shape[-1:])
+    def leave(self, o):
+        """o (N, P, G, T, Dv) as (*L, Hq, T, Dv)."""
+        return o.reshape(self.row_shape + o.shape[-1:]).astype(self.out_dtype, copy=False)
 
     # --- cutting ------------------------------------------------------------------------------
 
-    def blocks(self, slab_bytes=0):
-        """All blocks; one takes several heads while their scores fit in slab_bytes."""
-        rows = max(1, ROWS // self.G)
+    def blocks(self, rows, slab_bytes=0):
+        """All blocks of `rows` stacked rows; they take several heads if those fit in slab_bytes."""
+        rows = max(1, rows // self.G)
         fit = slab_bytes // max(1, self.G * min(rows, self.T) * self.S * self.dtype.itemsize)
         fit = max(1, fit) if self.neighbours else 1
         blocks, start = [], 0
@@ -117,6 +119,15 @@ class Problem:
                     place = slice(start, start := start + prod(shape))
                     blocks.append(Block(n, stack, kv, r, keys, shape, place))
         return blocks
+
+    def groups(self, blocks):
+        """Blocks of one head, and blocks that add to one gradient, together: they keep their order
+        in one thread, so that a sum does not depend on the number of threads."""
+        apart = all(len(x) == self.N for x in self.sums)
+        groups = defaultdict(list)
+        for b in blocks:
+            groups[apart and b.n.start, self.apart_heads and b.kv.start].append(b)
+        return list(groups.values())
 
     def stacked(self, x, b):
         """The block's rows of x (N, P, G, T, width), its heads stacked: (n, p, G rows, width)."""
@@ -133,7 +144,7 @@ class Problem:
 
     def keys_values(self, b):
         """The block's keys and values, each (n, p, keys, width)."""
-        return cut(self.k, b.n, b.kv, b.keys), cut(self.v, b.n, b.kv, b.keys)
+        return cut(self.k, b.n, b.kv)[:, :, b.keys], cut(self.v, b.n, b.kv)[:, :, b.keys]
 
     # --- the mathematics of one block, or of some keys of it ------------------------------------
 
@@ -206,17 +217,11 @@ class Backward(Problem):
         self.ct, self.c = ct, np.einsum("npgtd,npgtd->npgt", ct, o)[..., None]
         self.ct_q, self.ct_k, self.ct_v = (
             self.zeros(len(x), x, x.shape[-1]) for x in (self.q, self.k, self.v))
-        self.ct_bias = np.zeros(self.bias.shape, self.dtype) if need_bias else None
-
-    def groups(self, blocks):
-        """Blocks that add to the same gradient, together: they run in order, in one thread."""
-        shared = [self.q, self.k, self.v] + ([] if self.ct_bias is None else [self.ct_bias])
-        apart = all(len(x) == self.N for x in shared)
-        apart_heads = self.ct_bias is None or self.ct_bias.shape[1] == self.P
-        groups = defaultdict(list)
-        for b in blocks:
-            groups[apart and b.n.start, apart_heads and b.kv.start].append(b)
-        return list(groups.values())
+        self.sums, self.ct_bias = [self.ct_q, self.ct_k, self.ct_v], None
+        if need_bias:
+            self.ct_bias = np.zeros(self.bias.shape, self.dtype)
+            self.sums.append(self.ct_bias)
+            self.apart_heads = self.ct_bias.shape[1] == self.P
 
     def step(self, b, keys, q, k, v, g, c, a, kept):
         """Add these keys' share to G_K, G_V and the bias gradient; return their share of G_Q / scale.
@@ -228,14 +233,14 @@ class Backward(Problem):
         if kept is not None:
             s *= kept
             dropped = a * kept
-        add(cut(self.ct_v, b.n, b.kv, keys), dropped.swapaxes(-1, -2) @ g)  # A.10.5
+        add(cut(self.ct_v, b.n, b.kv)[:, :, keys], dropped.swapaxes(-1, -2) @ g)  # A.10.5
         s -= c
         s *= a  # A.10.7
         if self.ct_bias is not None:
             add(cut(self.ct_bias, b.n, b.stack, ALL, b.rows, keys), s.reshape(*b.shape[:4], -1))
         if self.softcap:  # the derivative of c tanh(S / c) is 1 - tanh^2
             s *= 1 - (self.capped(q, k) / self.softcap) ** 2
-        add(cut(self.ct_k, b.n, b.kv, keys), s.swapaxes(-1, -2) @ q)  # A.10.9
+        add(cut(self.ct_k, b.n, b.kv)[:, :, keys], s.swapaxes(-1, -2) @ q)  # A.10.9
         return s @ k  # A.10.8
 
     def add_q(self, b, part):
@@ -272,8 +277,11 @@ def run(groups, body):
     for_rows(some, len(groups), BLOCK_BYTES)
 
 
-def runs(low, high, step):
-    return [slice(i, min(i + step, high)) for i in range(low, high, step)]
+def runs(low, high, most):
+    """range(low, high) in even runs of at most so many."""
+    count = -(-(high - low) // most)
+    cuts = [low + (high - low) * i // count for i in range(count + 1)] if count else []
+    return [slice(*pair) for pair in pairwise(cuts)]
 
 
 def size(run):

@@ -8,9 +8,9 @@ from .blocks import computed_in
 def embedding_backward(ct, ids, n):
     """ct_table_i = sum of the rows ct_t with ids_t = i.  ct (N, C), ids (N,), result (n, C).
 
-    Sorted by id, equal ids are neighbours. The first row of every id is copied in one go,
-    and an id that repeats is then one sum over its rows, in their order. Measured against np.add.at (5 to 10
-    times slower), np.add.reduceat and a one-hot product (both up to 3 times slower).
+    Sorted by id, equal ids are neighbours. The first row of every id is copied in one go, and an
+    id that repeats is then one sum over its rows, in their order. Measured against np.add.at (5 to
+    10 times slower), np.add.reduceat and a one-hot product (both up to 3 times slower).
     """
     table = np.zeros((n, ct.shape[1]), ct.dtype)
     # NumPy sorts 16-bit integers by radix, several times faster.
