@@ -120,4 +120,5 @@ from minigrad import data, functional, io, nn, optim, study, train
 from minigrad.io import load, save
 from minigrad.study import AnomalyError, Tape, detect_anomaly
 
-__all__ = [name for name in dir() if not name.startswith("_")]
+_private = {"annotations", "Any", "methods", "backend", "ops", "kernels", "tape"}
+__all__ = [name for name in dir() if not name.startswith("_") and name not in _private]

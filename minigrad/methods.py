@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from minigrad.ops import elementwise, linalg, reduce, shape
+from minigrad.ops import elementwise, linalg, reduce, shape, softmax
 from minigrad.tape import Tensor
 
 
@@ -22,9 +22,9 @@ _one_sided = {
     "eq": elementwise.equal, "ne": elementwise.not_equal, "and": elementwise.logical_and, "or": elementwise.logical_or,
 }
 _methods = {
-    "exp": elementwise.exp, "log": elementwise.log, "sqrt": elementwise.sqrt, "square": elementwise.square,
-    "tanh": elementwise.tanh, "sigmoid": elementwise.sigmoid, "relu": elementwise.relu, "abs": elementwise.abs_,
-    "clip": elementwise.clip, "sum": reduce.sum_, "mean": reduce.mean, "max": reduce.max_, "min": reduce.min_,
+    **{name: getattr(elementwise, name) for name in (
+        "exp log log1p expm1 sqrt square sin cos tanh sigmoid softplus relu erf gelu silu sign clip").split()},
+    "abs": elementwise.abs_, "softmax": softmax.softmax, "log_softmax": softmax.log_softmax, "sum": reduce.sum_, "mean": reduce.mean, "max": reduce.max_, "min": reduce.min_,
     "var": reduce.var, "std": reduce.std, "logsumexp": reduce.logsumexp, "cumsum": reduce.cumsum,
     "argmax": reduce.argmax, "argmin": reduce.argmin, "any": reduce.any_, "all": reduce.all_, "squeeze": shape.squeeze,
     "swapaxes": shape.swapaxes, "matmul": linalg.matmul,

@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 
-from minigrad.backend.device import to_device, xp
+from minigrad.backend.device import device_of, to_device, xp
 from minigrad.kernels.numpy import optimizer as _numpy
 from minigrad.tape import Tensor, _clock, _memory, _raw, _state, _wrap, describe
 
@@ -23,11 +23,15 @@ class Optimizer:
     slots: tuple[str, ...] = ()
 
     def __init__(self, params: Iterable, **defaults: Any) -> None:
+        if hasattr(params, "parameters"):
+            raise TypeError(f"[{self.name}] optimises parameters: pass model.parameters(), not the model")
         given = list(params)
         groups = given if given and isinstance(given[0], dict) else [{"params": given}]
         self.param_groups: list[dict[str, Any]] = []
         seen: set[int] = set()
         for group in groups:
+            if not isinstance(group, dict) or "params" not in group:
+                raise ValueError(f'[{self.name}] a group is a dict with "params": got {describe(group)}')
             unknown = set(group) - set(defaults) - {"params"}
             if unknown:
                 raise ValueError(f"[{self.name}] a group has params and {', '.join(defaults)}: got {', '.join(sorted(unknown))}")
@@ -70,12 +74,13 @@ class Optimizer:
         for i, p, group in self._numbered():
             if p._grad is None:
                 continue
-            state = self.state.get(i)
-            if state is None:
-                zeros = xp(p._data).zeros_like
-                state = self.state[i] = {"step": 0, **{name: zeros(p._data) for name in self.slots}}
+            array, memory, state = p._data, _memory(p), self.state.setdefault(i, {"step": 0})
+            for name in self.slots:
+                if name not in state:
+                    state[name] = xp(array).zeros_like(array)
+                elif state[name].dtype != array.dtype or device_of(state[name]) != p.device:     # the model was moved
+                    state[name] = to_device(state[name], p.device).astype(array.dtype)
             state["step"] += 1
-            array, memory = p._data, _memory(p)
             for locked in memory.locked:                 # a live graph needs the old values: its backward will say so
                 locked.flags.writeable = True
             self.update(array, p._grad._data, state, group)
@@ -98,34 +103,34 @@ class Optimizer:
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Go on from what `state_dict` gave. If anything does not fit nothing changes, and the error names it all."""
         numbered, problems = self._numbered(), []
-        settings = [{name for name in group if name != "params"} for group in self.param_groups]
         fresh: dict[int, dict[str, Any]] = {}
-        groups: list[dict[str, Any]] = [{} for _ in settings]
+        groups: list[dict[str, Any]] = [{} for _ in self.param_groups]
         for name, value in state.items():
             kind, _, rest = name.partition(".")
             index, _, slot = rest.partition(".")
-            i, raw = int(index) if index.isdigit() else -1, _raw(value)
-            if kind == "group" and 0 <= i < len(groups) and slot in settings[i]:
-                old = self.param_groups[i][slot]
-                groups[i][slot] = tuple(np.asarray(raw).tolist()) if isinstance(old, tuple) else np.asarray(raw).item()
+            i = int(index) if index.isdecimal() else -1
+            if kind == "group" and 0 <= i < len(groups) and slot != "params" and slot in self.param_groups[i]:
+                place, shape = groups[i], np.shape(self.param_groups[i][slot])
             elif kind == "state" and 0 <= i < len(numbered) and slot in ("step", *self.slots):
-                p = numbered[i][1]
-                if slot == "step":
-                    fresh.setdefault(i, {})[slot] = int(raw)
-                elif raw.shape == p.shape:
-                    fresh.setdefault(i, {})[slot] = to_device(raw, p.device).astype(p.dtype, copy=True)
-                else:
-                    problems.append(f"misshapen {name}: {raw.shape} for {p.shape}")
+                place, shape = fresh.setdefault(i, {}), () if slot == "step" else numbered[i][1].shape
             else:
                 problems.append(f"unknown {name}")
-        problems += [f"missing group.{i}.{name}" for i, names in enumerate(settings) for name in sorted(names - set(groups[i]))]
-        problems += [f"missing state.{i}.{name}" for i, have in fresh.items()
-                     for name in ("step", *self.slots) if name not in have and f"state.{i}.{name}" not in state]
+                continue
+            place[slot] = _raw(value)
+            if np.shape(place[slot]) != shape:
+                problems.append(f"misshapen {name}: {np.shape(place[slot])} for {shape}")
+        problems += [f"missing group.{i}.{name}" for i, group in enumerate(self.param_groups)
+                     for name in group if name != "params" and name not in groups[i]]
+        problems += [f"missing state.{i}.{name}" for i, slots in fresh.items() for name in ("step", *self.slots) if name not in slots]
         if problems:
             raise ValueError(f"[load_state_dict] the state does not fit this {self.name}: " + "; ".join(problems))
-        self.state = fresh
+        self.state = {}
+        for i, slots in fresh.items():
+            p, step = numbered[i][1], int(slots.pop("step"))
+            self.state[i] = {"step": step, **{name: to_device(raw, p.device).astype(p.dtype, copy=True) for name, raw in slots.items()}}
         for group, loaded in zip(self.param_groups, groups):
-            group.update(loaded)
+            values = {name: np.asarray(raw).tolist() for name, raw in loaded.items()}
+            group.update({name: tuple(value) if isinstance(value, list) else value for name, value in values.items()})
 
 
 def _host(value: Any) -> Any:
@@ -137,15 +142,21 @@ class SGD(Optimizer):
 
     def __init__(self, params: Iterable, lr: float = 1e-3, momentum: float = 0.0, weight_decay: float = 0.0,
                  nesterov: bool = False) -> None:
-        if nesterov and not momentum:
-            raise ValueError("[SGD] nesterov needs a momentum")
-        self.slots = ("momentum_buffer",) if momentum else ()
         super().__init__(params, lr=lr, momentum=momentum, weight_decay=weight_decay, nesterov=nesterov)
+
+    @property
+    def slots(self) -> tuple[str, ...]:                  # type: ignore[override]
+        return ("momentum_buffer",) if any(group["momentum"] for group in self.param_groups) else ()
+
+    def check(self, group: dict[str, Any]) -> None:
+        super().check(group)
+        if group["nesterov"] and not group["momentum"]:
+            raise ValueError("[SGD] nesterov needs a momentum")
 
     def update(self, p: Any, g: Any, state: dict[str, Any], group: dict[str, Any]) -> None:
         if group["weight_decay"]:
             g = g + group["weight_decay"] * p
-        if self.slots:
+        if group["momentum"]:
             b = state["momentum_buffer"]
             b *= group["momentum"]
             b += g

@@ -630,11 +630,15 @@ class Primitive:
             return _from_python(x)
         raise TypeError(f"[{self.name}] arguments are Tensors, arrays or numbers: got {type(x).__name__}")
 
-    def _named(self, args: tuple) -> list[str]:
+    def named(self, args: Sequence) -> list[str]:
         return [f"{self.inputs[0]}[{i}]" for i in range(len(args))] if self.arity == sys.maxsize else self.inputs
 
+    def listed(self, args: Sequence) -> str:
+        """The arguments by name with what they are, for errors."""
+        return ", ".join(f"{name} {describe(a)}" for name, a in zip(self.named(args), args) if a is not None)
+
     def _mixed(self, args: tuple) -> None:
-        came = ", ".join(f"{name} {describe(a)} on {device_of(_raw(a))}" for name, a in zip(self._named(args), args)
+        came = ", ".join(f"{name} {describe(a)} on {device_of(_raw(a))}" for name, a in zip(self.named(args), args)
                          if is_array(_raw(a)))
         where = next(device_of(_raw(a)) for a in args if is_array(_raw(a)) and device_of(_raw(a)) != CPU)
         raise ValueError(f"[{self.name}] all arguments must be on one device: {came}; "
@@ -643,9 +647,12 @@ class Primitive:
     def _explained(self, error: Exception, args: tuple, params: dict) -> Exception:
         if str(error).startswith("["):
             return error
-        came = ", ".join(f"{name} {describe(a)}" for name, a in zip(self._named(args), args) if a is not None)
+        unknown = [name for name in params if name not in self.params]
+        if unknown:
+            return TypeError(f"[{self.name}] takes {self.__signature__}: got {', '.join(unknown)} (names are NumPy's)")
+        came = self.listed(args)
         given = "".join(f", {k}={v!r}" for k, v in params.items() if isinstance(v, (int, float, tuple, str, list)))
-        return type(error)(f"[{self.name}] {error}: {came}{given}")
+        return type(error)(f"[{self.name}] {str(error).strip()}: {came}{given}")
 
 
 def primitive(forward: Callable | None = None, **options: Any) -> Any:
@@ -699,8 +706,9 @@ class Node:
     @property
     def bytes_kept(self) -> int:
         """Bytes of the arrays this node keeps for its rules (0 once released)."""
-        kept = [] if self.targets is None else [*(self.arrays or ()), self.y, *self.residuals]
-        return sum(a.nbytes for a in kept if is_array(a))
+        kept = [] if self.targets is None else [*self.arrays, self.y, *self.residuals]
+        kept = [b for a in kept for b in (a if isinstance(a, tuple) else (a,))]
+        return sum({id(a): a.nbytes for a in kept if is_array(a)}.values())
 
     def release(self) -> None:
         """Drop everything kept; the node cannot run again."""
@@ -814,14 +822,16 @@ def _record(op: Primitive, body: Body, args: Sequence, arrays: list, params: dic
     targets, kept = [], []
     for i, arg in enumerate(args):
         kept.append(arrays[i] if keep[i] else None)
-        target = None
+        target: Any = None
         if isinstance(arg, Tensor):
             memory = arg._memory
             if arg._tracked:
-                target = arg if arg._node is None else arg._node
-                if memory is not None and arg._node is not None and memory.written > target.index:
-                    raise RuntimeError(f"[{op.name}] {op._named(tuple(args))[i]} was overwritten in place, through a view, "
-                                       f"after [{target.name}] computed it: its history is no longer true; use .detach()")
+                target = source = arg._node
+                if source is None:
+                    target = arg
+                elif memory is not None and memory.written > source.index:
+                    raise RuntimeError(f"[{op.name}] {op.named(args)[i]} was overwritten in place, through a view, "
+                                       f"after [{source.name}] computed it: its history is no longer true; use .detach()")
             if keep[i]:
                 if memory is None:
                     memory = arg._memory = Memory()
@@ -1231,7 +1241,11 @@ def checkpoint(f: Callable, *args: Any) -> Tensor:
 
 
 class _CHECKPOINT:                                       # stands where a Primitive would
-    name, broadcasts, inputs = "checkpoint", False, ()
+    name, broadcasts = "checkpoint", False
+
+    @staticmethod
+    def named(args: Sequence) -> list[str]:
+        return [f"argument {i}" for i in range(len(args))]
 
 
 # ------------------------------------------------------------------------------------- the engine's own three ops

@@ -201,8 +201,8 @@ def _needs(module: str) -> Any:
     try:
         return importlib.import_module(module)
     except ImportError:
-        raise ImportError(f"[train] {module.split('.')[0]} is missing: python -m pip install 'minigrad[train]' "
-                          "(from a clone: python -m pip install -e '.[train]')") from None
+        raise ImportError(f"[train] {module.split('.')[0]} is missing; in the clone of minigrad: "
+                          "python -m pip install -e '.[train]'") from None
 
 
 def _progress(start: int, steps: int) -> Any:

@@ -58,7 +58,7 @@ def cuda_module(index: int = 0) -> Any:
         import cupy
     except ImportError as error:
         raise RuntimeError(
-            "[device] 'cuda' needs CuPy: pip install 'minigrad[gpu]' (or cupy-cuda12x on CUDA 12); "
+            "[device] 'cuda' needs CuPy: python -m pip install 'cupy-cuda13x[ctk]' (cupy-cuda12x on CUDA 12); "
             f"to go on without a GPU use device='cpu' ({error})") from None
     try:
         count, why = cupy.cuda.runtime.getDeviceCount(), "no device is visible"

@@ -93,7 +93,7 @@ _AXES = {1: ("query",), 2: ("head", "query"), 3: ("batch", "head", "query")}
 def refuse_empty(op: str, empty) -> None:
     """Raise, naming the first row that sees nothing, if there is one. empty (*S): True for such rows."""
     if bool(empty.any()):
-        first = [int(i[0]) for i in np.nonzero(to_host(empty))]
+        first = [int(i[0]) for i in np.nonzero(to_host(empty))] if empty.ndim else []
         names = _AXES.get(len(first), tuple(f"axis {i}" for i in range(len(first))))
         at = ", ".join(f"{name} {i}" for name, i in zip(names, first)) or "the only row"
         raise ValueError(f'[{op}] a row that sees no key has no softmax (A.10.2): {at}; let it see a key, or pass '

@@ -22,7 +22,12 @@ def caller() -> str:
     frame: Any = sys._getframe(1)
     while frame.f_back is not None and frame.f_code.co_filename.startswith(_ROOM):
         frame = frame.f_back
-    return f"{frame.f_code.co_filename}:{frame.f_lineno}"
+    path = frame.f_code.co_filename
+    try:
+        path = min(path, os.path.relpath(path), key=len)
+    except ValueError:                                   # another drive
+        pass
+    return f"{path}:{frame.f_lineno}"
 
 
 class Tape(Watcher):
@@ -66,6 +71,15 @@ class detect_anomaly(Watcher):
     any old view of them is caught at backward, on every device. Slow; for debugging.
     """
 
+    def __enter__(self) -> Any:
+        self._quiet = np.errstate(all="ignore")          # this names what NumPy would only warn of
+        self._quiet.__enter__()
+        return super().__enter__()
+
+    def __exit__(self, *error: Any) -> None:
+        super().__exit__(*error)
+        self._quiet.__exit__(*error)
+
     def __init__(self) -> None:
         self.prints: weakref.WeakKeyDictionary[Node, list[int]] = weakref.WeakKeyDictionary()
 
@@ -73,8 +87,8 @@ class detect_anomaly(Watcher):
         node = out.node
         for what, name in _KINDS:                        # an op outside the tape may make infinities: a mask
             if _has(out, what) and not any(_has(a, what) for a in args) and (node is not None or what == "isnan"):
-                came = ", ".join(f"{describe(a)}{_range(a)}" for a in args if a is not None)
-                raise AnomalyError(f"[{op.name}] made {name} in the forward pass at {caller()}: from {came}")
+                came = ", ".join(f"{n} {describe(a)}{_range(a)}" for n, a in zip(op.named(args), args) if a is not None)
+                raise AnomalyError(f"[{op.name}] made {name} in the forward pass at {caller()}: {came}")
         if node is not None:
             node.line = node.line or caller()
             self.prints[node] = _fingerprints(node)
