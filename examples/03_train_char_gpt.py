@@ -10,6 +10,7 @@ The folder --out holds checkpoint.safetensors, log.csv and loss.png. Ctrl-C save
 from __future__ import annotations
 
 import argparse
+import shlex
 import sys
 from pathlib import Path
 
@@ -47,30 +48,36 @@ def arguments(argv: list[str] | None) -> argparse.Namespace:
 
 def settings_of(args: argparse.Namespace) -> dict:
     """Everything that determines the run: from the checkpoint when resuming, else the config with what was overridden."""
-    given = {k: getattr(args, k) for k in ("steps", "layers", "heads", "width", "context", "batch", "lr", "dropout")}
-    given = {k: v for k, v in given.items() if v is not None}
+    names = ("steps", "eval_every", "layers", "heads", "width", "context", "batch", "lr", "dropout")
+    given = {name: getattr(args, name) for name in names if getattr(args, name) is not None}
+    if args.text is not None:
+        given["text"] = str(Path(args.text).resolve())
+    new = {"dropout": 0.0, "eval_every": None, **CONFIGS[args.config], "seed": args.seed, "text": None, **given}
     if args.resume:
-        settings = train.read_run(Path(args.resume) / "checkpoint.safetensors")["settings"]
-        fixed = {k: v for k, v in given.items() if k != "steps" and v != settings.get(k)}
+        path = Path(args.resume) / "checkpoint.safetensors"
+        settings = train.read_run(path)["settings"]
+        if not {*new, "vocab", "baseline"} <= set(settings):
+            raise train.TrainingError(f"[resume] {path} is a run of another program")
+        fixed = [f"--{k} ({settings[k]})" for k, v in given.items() if k not in ("steps", "eval_every", "text") and v != settings[k]]
         if fixed:
             raise train.TrainingError(f"[resume] a run keeps its sizes; this one cannot change {', '.join(fixed)}")
-        settings |= {k: v for k, v in given.items() if k == "steps"}
-        settings["text"] = args.text or settings["text"]
+        settings |= given
     else:
-        text = None if args.text is None else str(Path(args.text).resolve())
-        settings = {"dropout": 0.0, **CONFIGS[args.config], **given, "seed": args.seed, "text": text}
-    for name in ("steps", "layers", "heads", "width", "context", "batch", "lr"):
-        if not settings[name] > 0:
-            raise train.TrainingError(f"[arguments] --{name} must be above 0: {settings[name]}")
+        settings = new
+    for name in names[:-1]:
+        if settings[name] is not None and not settings[name] > 0:
+            raise train.TrainingError(f"[arguments] --{name.replace('_', '-')} must be above 0: {settings[name]}")
+    if not args.temperature >= 0 or args.sample < 0:
+        raise train.TrainingError(f"[arguments] --temperature and --sample must be at least 0: {args.temperature}, {args.sample}")
     return settings
 
 
-def tokens_of(settings: dict, out: Path) -> tuple[data.CharTokenizer, np.ndarray]:
+def tokens_of(settings: dict, out: Path, resume: bool) -> tuple[data.CharTokenizer, np.ndarray]:
     """The text as numbers; a large file is encoded piece by piece to disk and mapped, never loaded whole."""
     path = settings["text"]
     if path is not None and Path(path).is_file() and Path(path).stat().st_size > LARGE:
         tokenizer = data.CharTokenizer.from_file(path)
-        if not (out / "tokens.npy").exists():
+        if not (resume and (out / "tokens.npy").exists()):       # a new run may have another text
             data.tokenize_to_file(path, out / "tokens.npy", tokenizer)
         return tokenizer, data.open_tokens(out / "tokens.npy")
     text = data.builtin_text() if path is None else data.read_text(path)
@@ -86,7 +93,7 @@ def main(argv: list[str] | None = None) -> int:
     settings, out = settings_of(args), Path(args.resume or args.out)
     train.writable_folder(out)
 
-    tokenizer, tokens = tokens_of(settings, out)
+    tokenizer, tokens = tokens_of(settings, out, bool(args.resume))
     if settings.setdefault("vocab", tokenizer.to_json()) != tokenizer.to_json():
         raise train.TrainingError("[resume] the text has other characters than the one this run began with")
     start = tokenizer.encode(tokenizer.chars[0] if args.prompt is None else args.prompt)   # chars are sorted: "\n" comes first
@@ -111,18 +118,19 @@ def main(argv: list[str] | None = None) -> int:
         settings["baseline"] = {"name": "4-gram model", "loss": ngram.loss(held_out[:1_000_000])}
     print(f"4-gram model of the same text: validation loss {settings['baseline']['loss']:.4f}")
     run = train.Run(out, model, optimizer, train_windows, val_windows, steps, schedule, clip=1.0,
-                    eval_every=args.eval_every or max(1, steps // 8), settings=settings)
+                    eval_every=settings["eval_every"] or max(1, steps // 8), settings=settings)
+    again = shlex.join(["python", sys.argv[0], "--resume", str(out), *(["--device", str(device)] if device != "cpu" else [])])
     if args.resume:
         run.resume()
         print(f"resumed {out} at step {run.step}")
     run.fit()
     if run.interrupted:
-        print(f"stopped at step {run.step} of {steps} and saved; to go on:\n  python {sys.argv[0]} --resume {out}")
+        print(f"stopped at step {run.step} of {steps} and saved; to go on:\n  {again}")
         return 130
 
     print(f"validation loss {run.rows[-1]['val_loss']:.4f}, 4-gram model {settings['baseline']['loss']:.4f} (nats per character)")
     print(f"written: {run.checkpoint}, {out / 'log.csv'}, {out / 'loss.png'}")
-    print(f"--- a sample (python {sys.argv[0]} --resume {out} --prompt '...' writes more) ---")
+    print(f"--- a sample ({again} --prompt '...' writes more) ---")
     written = model.generate(start[None], args.sample, temperature=args.temperature, top_k=None)
     print(tokenizer.decode(written[0]).lstrip("\n"))
     return 0
@@ -131,5 +139,8 @@ def main(argv: list[str] | None = None) -> int:
 if __name__ == "__main__":
     try:
         sys.exit(main())
+    except KeyboardInterrupt:                            # outside the training loop, or pressed twice in it
+        print("\nstopped at once; the last checkpoint is as it was")
+        sys.exit(130)
     except (data.DataError, io.CheckpointError, train.TrainingError, ImportError, RuntimeError, ValueError, OSError) as error:
         sys.exit(f"error: {error}")

@@ -110,7 +110,7 @@ def from_dlpack(x: Any) -> Tensor:
     """A Tensor of another library's memory, not copied: both see writes."""
     if "cuda" in str(getattr(x, "device", "")):
         return _wrap_array(cuda.cuda_module().from_dlpack(x))
-    made = _wrap_array(_np.from_dlpack(x))
+    made = _wrap_array(_np.from_dlpack(x).view())        # NumPy locks and unlocks only a view of what it imports
     made.data                                            # the other library holds this memory: it is exposed
     return made
 

@@ -278,7 +278,8 @@ def clip_grad_norm_(params: Iterable[Tensor] | Tensor, max_norm: float, error_if
     scale = library.minimum(max_norm / (norm + 1e-6), 1.0)
     for g in grads:
         if library is not np or not scale == 1.0:
-            g._data *= scale.astype(g.dtype)
+            with np.errstate(invalid="ignore"):          # an infinite norm makes infinity times 0, as it should
+                g._data *= scale.astype(g.dtype)
             _memory(g).written = next(_clock)
     return _wrap(norm)
 

@@ -429,6 +429,11 @@ def describe(x: Any) -> str:
     return f"{x.shape} {x.dtype}" + ("" if where == CPU else f" on {where}")
 
 
+def _path(x: Any) -> str:
+    """" = blocks.0.mlp.up.weight" for a parameter whose module has named it."""
+    return f" = {path}" if (path := getattr(x, "path", "")) else ""
+
+
 # ------------------------------------------------------------------------------------------ primitives and nodes
 
 
@@ -638,8 +643,8 @@ class Primitive:
         return ", ".join(f"{name} {describe(a)}" for name, a in zip(self.named(args), args) if a is not None)
 
     def _mixed(self, args: tuple) -> None:
-        came = ", ".join(f"{name} {describe(a)} on {device_of(_raw(a))}" for name, a in zip(self.named(args), args)
-                         if is_array(_raw(a)))
+        came = ", ".join(f"{name}{_path(a)} {_raw(a).shape} on {device_of(_raw(a))}"
+                         for name, a in zip(self.named(args), args) if is_array(_raw(a)))
         where = next(device_of(_raw(a)) for a in args if is_array(_raw(a)) and device_of(_raw(a)) != CPU)
         raise ValueError(f"[{self.name}] all arguments must be on one device: {came}; "
                          f"move them, for example with .to('{where}')")

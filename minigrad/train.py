@@ -71,6 +71,8 @@ class Run:
         self.settings = settings or {}
         self.step, self.seconds, self.interrupted = 0, 0.0, False
         self.rows: list[dict[str, Any]] = []
+        self.losses: list[float] = []                    # of the steps since the last row
+        self.saved: int | None = None                    # the step that the checkpoint holds
         writable_folder(self.out)
 
     @property
@@ -81,8 +83,10 @@ class Run:
         """Write checkpoint, log and curve; each file whole."""
         state = {f"model.{k}": v for k, v in self.model.state_dict().items()}
         state |= {f"optimizer.{k}": v for k, v in self.optimizer.state_dict().items()}
-        run = {"step": self.step, "seconds": self.seconds, "random": get_rng_state(), "rows": self.rows, "settings": self.settings}
+        run = {"step": self.step, "seconds": self.seconds, "random": get_rng_state(), "rows": self.rows, "losses": self.losses,
+               "settings": self.settings}
         save(self.checkpoint, state, {"minigrad.run": json.dumps(run)})
+        self.saved = self.step
         with write_whole(self.out / "log.csv") as file:
             writer = csv.DictWriter(file, COLUMNS, lineterminator="\n")
             writer.writeheader()
@@ -103,44 +107,49 @@ class Run:
         except ValueError:
             self.optimizer.load_state_dict(before)
             raise
-        self.step, self.seconds, self.rows = run["step"], run["seconds"], run["rows"]
+        self.step, self.seconds, self.rows, self.losses = run["step"], run["seconds"], run["rows"], run["losses"]
+        self.saved = self.step
         set_rng_state(run["random"])
 
     def fit(self) -> None:
         """Train to `steps`. Ctrl-C finishes the step it is in, saves, and returns with `interrupted` set; a second Ctrl-C
-        stops at once. A loss that is not finite stops the run and leaves the last checkpoint as it was."""
-        bar = _progress(self.step, self.steps)
-        begin, spent, tokens, losses = time.perf_counter(), self.seconds, 0, []
-        with _on_interrupt() as asked:
+        stops at once. A loss or gradient that is not finite stops the run and leaves the last checkpoint as it was."""
+        _needs("matplotlib.figure")                      # to be told now, not when the first curve is drawn
+        begin, spent, tokens = time.perf_counter(), self.seconds, 0
+        with _progress(self.step, self.steps) as bar, _on_interrupt() as asked:
             while self.step < self.steps and not asked():
                 lr = self.schedule(self.step)
                 for group in self.optimizer.param_groups:
                     group["lr"] = lr
                 x, y = self.train.batch(self.step)
                 loss = self.model.loss(x, y)
-                value = float(loss)
-                if not math.isfinite(value):
-                    raise TrainingError(f"[train] the loss is {value} at step {self.step}; {self.checkpoint} holds the last good "
-                                        "state. Find the op with mg.detect_anomaly(), or lower the learning rate")
+                value = self._finite("loss", loss)
                 self.optimizer.zero_grad()
                 loss.backward()
-                norm = clip_grad_norm_(self.model.parameters(), self.clip)
+                norm = self._finite("gradient's norm", clip_grad_norm_(self.model.parameters(), self.clip))
                 self.optimizer.step()
                 self.step += 1
                 tokens += y.size
-                losses.append(value)
+                self.losses.append(value)
                 self.seconds = spent + time.perf_counter() - begin
-                bar.set_postfix(loss=f"{value:.3f}", **{"tokens/s": f"{tokens / (self.seconds - spent):,.0f}"}, refresh=False)
+                speed = tokens / (self.seconds - spent)
+                bar.set_postfix(loss=f"{value:.3f}", **{"tokens/s": f"{speed:,.0f}"}, refresh=False)
                 bar.update()
                 if self.step % self.eval_every == 0 or self.step == self.steps:
-                    speed = tokens / (self.seconds - spent)
-                    self._report(bar, sum(losses) / len(losses), lr, float(norm), speed)
-                    losses = []
+                    self._report(bar, lr, norm, speed)
             self.interrupted = self.step < self.steps
-        bar.close()
         self.save()
 
-    def _report(self, bar: Any, train_loss: float, lr: float, norm: float, speed: float) -> None:
+    def _finite(self, name: str, x: Any) -> float:
+        value = float(x)
+        if math.isfinite(value):
+            return value
+        kept = "nothing was saved yet" if self.saved is None else f"{self.checkpoint} holds the state of step {self.saved}"
+        raise TrainingError(f"[train] the {name} is {value} at step {self.step}; {kept}. Find the op with mg.detect_anomaly(), or "
+                            "lower the learning rate")
+
+    def _report(self, bar: Any, lr: float, norm: float, speed: float) -> None:
+        train_loss, self.losses = sum(self.losses) / len(self.losses), []
         val_loss = evaluate(self.model, self.val, most=None if self.step == self.steps else 12)
         row = dict(zip(COLUMNS, (self.step, train_loss, val_loss, lr, norm, round(speed), round(self.seconds, 2))))
         self.rows.append(row)
@@ -161,10 +170,11 @@ def writable_folder(path: Path) -> None:
 
 
 def read_run(path: str | os.PathLike[str]) -> dict[str, Any]:
-    """What a checkpoint says of its run: step, seconds, random, rows, settings."""
+    """What a checkpoint says of its run: step, seconds, random, rows, losses, settings."""
+    kinds = {"step": int, "seconds": float, "random": list, "rows": list, "losses": list, "settings": dict}
     try:
         run = json.loads(load_metadata(path)["minigrad.run"])
-        if isinstance(run["step"], int) and isinstance(run["rows"], list) and isinstance(run["settings"], dict) and len(run["random"]) == 2:
+        if all(isinstance(run[name], kind) for name, kind in kinds.items()) and len(run["random"]) == 2:
             return run
     except (KeyError, TypeError, json.JSONDecodeError):
         pass

@@ -124,6 +124,7 @@ def _usable_cpus():
     return os.cpu_count() or 1
 
 
+_pool: ThreadPoolExecutor
 _here = threading.local()  # .busy: this thread is inside a body
 _new_pool()
 if hasattr(os, "register_at_fork"):

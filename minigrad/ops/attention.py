@@ -39,7 +39,7 @@ def visible_set(t, s, mask=None, causal=False, query_offset=0, window=None, m=np
 
 
 def _composition(q, k, v, mask=None, bias=None, sinks=None, /, scale=1.0, causal=False, query_offset=0, window=None,
-                 softcap=None, kv_head=None, dropout=None, empty_rows="zeros"):
+                 softcap=None, kv_head=None, dropout=None, refuse_empty_rows=False):
     """Every line of A.10 as a node. kv_head: for each query head its key/value head g(r) (A.10.5), or None."""
     if kv_head is not None:
         k, v = take(k, np.array(kv_head), axis=-3), take(v, np.array(kv_head), axis=-3)
@@ -56,7 +56,7 @@ def _composition(q, k, v, mask=None, bias=None, sinks=None, /, scale=1.0, causal
             visible = m.broadcast_to(visible, scores.shape)
             visible = m.concatenate([visible, m.ones(column.shape, bool)], axis=-1)
         scores = concatenate([scores, column], axis=-1)
-    if empty_rows == "raise":
+    if refuse_empty_rows:
         _check_rows(_raw(scores), visible)
     a = _masked_softmax(scores, visible)                 # (A.10.2)
     a = a if sinks is None else a[..., :-1]
@@ -83,11 +83,9 @@ def _kernel(name: str):
         return dict(scale=scale, causal=causal, query_offset=query_offset, window=window, softcap=softcap, kv_head=kv_head,
                     dropout=dropout)
 
-    def forward(q, k, v, mask, bias, sinks, empty_rows, **params):
+    def forward(q, k, v, mask, bias, sinks, refuse_empty_rows, **params):
         o, kept = run(q, k, v, mask, bias, sinks, **options(**params))
-        kept = kept if isinstance(kept, tuple) else (kept,)
-        sees = params["causal"] and params["query_offset"] >= 0 and (params["window"] is None or params["query_offset"] == 0)
-        if empty_rows == "raise" and not (sees and mask is None and bias is None and k.shape[-2]):
+        if refuse_empty_rows:
             refuse_empty("scaled_dot_product_attention", np.isneginf(kept[0]))
         return o, kept
 
@@ -169,6 +167,10 @@ def scaled_dot_product_attention(q, k, v, attn_mask=None, dropout_p=0.0, is_caus
     mask, bias = _split_mask(op, attn_mask, shape)
     if sinks is not None and sinks.shape != (heads,):
         raise ValueError(f"[{op}] sinks holds a score per query head, ({heads},): got {describe(sinks)}")
+    # Some rows can be empty only by a mask, or where the positions leave the keys: a plain causal mask costs no check.
+    plainly_full = mask is None and bias is None and s > 0 and (
+        not is_causal and window is None or (query_offset or 0) == 0 and t <= s or is_causal and window is None
+        and (query_offset or 0) >= 0)
     if implementation == "auto":
         implementation = "tiled" if t * s >= TILED_FROM else "fused"
     if _state.composed:
@@ -177,7 +179,8 @@ def scaled_dot_product_attention(q, k, v, attn_mask=None, dropout_p=0.0, is_caus
         q, k, v, None if mask is None else on_device_of(mask, q), None if bias is None else on_device_of(bias, q), sinks,
         scale=1.0 / math.sqrt(d) if scale is None else float(scale), causal=bool(is_causal), query_offset=int(query_offset or 0),
         window=None if window is None else int(window), softcap=None if softcap is None else float(softcap), kv_head=kv_head,
-        dropout=(float(dropout_p), stream.key()) if dropout_p else None, empty_rows=empty_rows)
+        dropout=(float(dropout_p), stream.key()) if dropout_p else None,
+        refuse_empty_rows=empty_rows == "raise" and sinks is None and not plainly_full)
 
 
 def _kv_map(op, heads, shared, enable_gqa, kv_head):

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import numpy as np
 
+from minigrad.backend.device import xp
 from minigrad.kernels.numpy import loss as _numpy
 from minigrad.ops.elementwise import on_device_of, where
-from minigrad.ops.index import check_ids, take_along_axis
+from minigrad.ops.index import check_ids
 from minigrad.ops.reduce import logsumexp
-from minigrad.ops.shape import reshape
+from minigrad.ops.shape import getitem, reshape
 from minigrad.tape import primitive, sample
 
 _targets = np.array([2, 0, -100])
@@ -23,7 +24,7 @@ def _cross_entropy(logits, /, targets, ignore_index=-100, label_smoothing=0.0):
     -(1 - e) log p_t - e/V sum_v log p_v = lse - (1 - e) z_t - e mean z, with e the smoothing.
     """
     keep = targets != ignore_index
-    picked = take_along_axis(logits, where(keep, targets, 0)[:, None], -1)[:, 0]
+    picked = getitem(logits, (xp(targets).arange(len(targets)), where(keep, targets, 0)))
     loss = logsumexp(logits, axis=-1) - (1.0 - label_smoothing) * picked
     if label_smoothing:
         loss = loss - label_smoothing * logits.mean(axis=-1)
@@ -50,7 +51,12 @@ def cross_entropy(logits, targets, ignore_index=-100, label_smoothing=0.0, reduc
     if reduction == "none":
         return reshape(losses, ids.shape)
     total = losses.sum()
-    return total if reduction == "sum" else total * (1.0 / max(1, int((flat != ignore_index).sum())))
+    if reduction == "sum":
+        return total
+    kept = (ids != ignore_index).sum()                   # counted where the targets came from: nothing waits
+    if isinstance(kept, np.generic):
+        return total * (1.0 / max(1, int(kept)))
+    return total / xp(kept).maximum(kept, 1).astype(total.dtype)
 
 
 def mse_loss(x, target, reduction="mean"):

@@ -57,7 +57,7 @@ def fused(q, k, v, mask, bias, sinks, **params):
     def body(b):
         k, v = p.keys_values(b)
         e = p.scores(b, b.keys, p.queries(b), k, out=part(e_all, b))
-        m, z, _ = absorb(e, *p.start(b))
+        m, z, _ = absorb(e, *p.start(b), p.tame)
         p.put(lse, b, m + np.log(z))
         p.put(z_all, b, z)
         if kept_all is not None:
@@ -77,13 +77,11 @@ def fused_backward(ct, q, k, v, mask, bias, sinks, o, lse, z, e, kept, *, need_b
     G_V = E^T (G_O / z)  and  G_S = E ((G_O / z) V^T - c / z).
     """
     p = Backward(ct, o, need_bias, q, k, v, mask, bias, sinks, **params)
-    z = z.reshape(p.c.shape)
+    z = nonzero(z).reshape(p.c.shape)
 
     def body(group):
         for b in group:
-            total = nonzero(p.stacked(z, b))
-            g, c = p.stacked(p.ct, b) * (p.boost / total), p.stacked(p.c, b) / total
-            p.add_q(b, p.step(b, b.keys, p.queries(b), *p.keys_values(b), g, c,
+            p.add_q(b, p.step(b, b.keys, *p.rows(b, p.stacked(z, b)), *p.keys_values(b),
                               part(e, b), part(kept, b)))
 
     run(p.groups(p.blocks(ROWS, SLAB_BYTES)), body)
@@ -101,7 +99,7 @@ def tiled(q, k, v, mask, bias, sinks, **params):
             total = np.zeros((*q.shape[:-1], v.shape[-1]), p.dtype)
             for keys in tiles(p, b):
                 e = p.scores(b, keys, q, k[..., keys, :])
-                m, z, shrink = absorb(e, m, z)
+                m, z, shrink = absorb(e, m, z, p.tame)
                 if p.bits is not None:
                     e *= p.kept(b, keys)
                 total *= shrink
@@ -116,36 +114,42 @@ def tiled(q, k, v, mask, bias, sinks, **params):
 def tiled_backward(ct, q, k, v, mask, bias, sinks, o, lse, *, need_bias, **params):
     """What `fused_backward` returns, from A = exp(S - lse), computed again tile by tile."""
     p = Backward(ct, o, need_bias, q, k, v, mask, bias, sinks, **params)
-    shifts = finite(lse).reshape(p.c.shape)
+    m = finite(lse).reshape(p.c.shape)
+    z = nonzero(np.exp(lse)).reshape(p.c.shape) if p.tame else np.ones_like(m)
 
     def body(group):
         for b, k, v in with_packed(p, group):
-            q, g, c = p.queries(b), p.stacked(p.ct, b) * p.boost, p.stacked(p.c, b)
-            shift, ct_q = p.stacked(shifts, b), np.zeros_like(q)
+            q, g, c = p.rows(b, p.stacked(z, b))
+            ct_q = np.zeros_like(q)
             for keys in tiles(p, b):
-                tile = k[..., keys, :], v[..., keys, :]
-                a = p.scores(b, keys, q, tile[0])
-                a -= shift
-                np.exp(a, out=a)
-                ct_q += p.step(b, keys, q, *tile, g, c, a, p.kept(b, keys))
+                e = p.scores(b, keys, q, k[..., keys, :])
+                if not p.tame:
+                    e -= p.stacked(m, b)
+                np.exp(e, out=e)
+                ct_q += p.step(b, keys, q, g, c, k[..., keys, :], v[..., keys, :],
+                               e, p.kept(b, keys))
             p.add_q(b, ct_q)
 
     run(p.groups(p.blocks(TILE_ROWS)), body)
     return p.results(q, k, v, bias, sinks, lse)
 
 
-def absorb(s, m, z):
+def absorb(s, m, z, tame):
     """Online softmax: scores s become E = exp(s - m'); returns m', z' and what shrinks old sums.
 
     m, z (.., rows, 1) are the rows' max and sum before these keys, m', z' with them:
     m' = max(m, max_j s_ij),   z' = z exp(m - m') + sum_j E_ij.
     """
+    ones = np.ones(s.shape[-1], s.dtype)  # a product with ones adds up faster than a sum does
+    if tame:
+        np.exp(s, out=s)
+        return m, z + np.vecdot(s, ones)[..., None], 1
     m_new = np.maximum(m, s.max(-1, keepdims=True, initial=-np.inf))
     shift = finite(m_new)
     s -= shift
     np.exp(s, out=s)
     shrink = np.exp(m - shift)
-    return m_new, z * shrink + s.sum(-1, keepdims=True), shrink
+    return m_new, z * shrink + np.vecdot(s, ones)[..., None], shrink
 
 
 def finite(m):

@@ -69,6 +69,10 @@ class Problem:
         self.offset = query_offset or 0
         self.before = window - 1 if window else self.T + self.S + abs(self.offset)
         self.after = 0 if causal else self.before
+        # The shift m of A.10.2 only keeps exp from overflowing: softmax does not see it. Where
+        # |S_ij| <= scale |q_i| |k_j| is small, m = 0 does, and saves two passes over the scores.
+        self.tame = (bias is None and sinks is None and min(self.T, self.S) >= 16
+                     and abs(scale) * longest(self.q) * longest(self.k) < 32)
         self.sums, self.apart_heads = [], True  # which gradients blocks add to: see `Backward`
 
     # --- the border, in and out ---------------------------------------------------------------
@@ -187,7 +191,8 @@ class Problem:
         """Max m and sum z of a row before its first key. A sink is a key seen first, of value 0."""
         shape = (*b.shape[:4], 1)
         if self.sinks is None:
-            m, z = np.full(shape, -np.inf, self.dtype), np.zeros(shape, self.dtype)
+            m = np.full(shape, 0 if self.tame else -np.inf, self.dtype)
+            z = np.zeros(shape, self.dtype)
         else:
             m = np.broadcast_to(self.sinks[b.stack], shape).astype(self.dtype)
             z = np.ones(shape, self.dtype)
@@ -223,19 +228,23 @@ class Backward(Problem):
             self.sums.append(self.ct_bias)
             self.apart_heads = self.ct_bias.shape[1] == self.P
 
-    def step(self, b, keys, q, k, v, g, c, a, kept):
+    def rows(self, b, z):
+        """The block's rows of q scaled, G_O / (1 - p) / z, and c / z of A.10.7."""
+        return self.queries(b), self.stacked(self.ct, b) * (self.boost / z), self.stacked(self.c, b) / z
+
+    def step(self, b, keys, q, g, c, k, v, e, kept):
         """Add these keys' share to G_K, G_V and the bias gradient; return their share of G_Q / scale.
 
         q, g, c (n, p, G rows, width): scaled queries, boosted cotangent, and c of A.10.7.
         """
         s = g @ v.swapaxes(-1, -2)  # A.10.6
-        dropped = a
+        dropped = e
         if kept is not None:
             s *= kept
-            dropped = a * kept
+            dropped = e * kept
         add(cut(self.ct_v, b.n, b.kv)[:, :, keys], dropped.swapaxes(-1, -2) @ g)  # A.10.5
         s -= c
-        s *= a  # A.10.7
+        s *= e  # A.10.7
         if self.ct_bias is not None:
             add(cut(self.ct_bias, b.n, b.stack, ALL, b.rows, keys), s.reshape(*b.shape[:4], -1))
         if self.softcap:  # the derivative of c tanh(S / c) is 1 - tanh^2
@@ -275,6 +284,11 @@ def run(groups, body):
                 body(group)
 
     for_rows(some, len(groups), BLOCK_BYTES)
+
+
+def longest(x):
+    """The largest length |x_i| of a row of x."""
+    return np.sqrt(np.einsum("...d,...d->...", x, x).max(initial=0))
 
 
 def runs(low, high, most):
