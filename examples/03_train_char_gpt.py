@@ -17,7 +17,7 @@ from pathlib import Path
 import numpy as np
 
 import minigrad as mg
-from minigrad import data, io, nn, optim, train
+from minigrad import data, nn, optim, train
 
 # Layers L, heads H, width C, context T, batch B; steps and learning rate that suit them.
 CONFIGS = {
@@ -25,29 +25,31 @@ CONFIGS = {
     "baby": dict(layers=4, heads=4, width=128, context=64, batch=12, steps=2000, lr=1e-3),
     "mid": dict(layers=6, heads=6, width=384, context=256, batch=8, steps=5000, lr=1e-3, dropout=0.2),
 }
-LARGE = 64 << 20                                         # bytes of text from which tokens are kept on disk, memory-mapped
+LARGE = 64 << 20                                         # bytes of text from which tokens stay on disk, memory-mapped
 
 
 def arguments(argv: list[str] | None) -> argparse.Namespace:
     p = argparse.ArgumentParser(description=__doc__.split("\n")[0])
-    p.add_argument("--text", metavar="FILE", help="UTF-8 text to learn (default: the prose of Python's own documentation)")
+    p.add_argument("--text", metavar="FILE", help="UTF-8 text to learn (default: Python's own documentation)")
     p.add_argument("--config", choices=CONFIGS, default="baby")
     p.add_argument("--out", metavar="DIR", default="runs/char-gpt")
-    p.add_argument("--resume", metavar="DIR", help="go on with the run in this folder (same text; --steps may be raised)")
+    p.add_argument("--resume", metavar="DIR", help="go on with the run in this folder; --steps may be raised")
     p.add_argument("--prompt", metavar="TEXT", help="what the sample begins with")
     p.add_argument("--sample", type=int, default=400, metavar="N", help="characters to write at the end")
     p.add_argument("--temperature", type=float, default=0.8)
     p.add_argument("--device", default="cpu", help="cpu, cuda or cuda:1")
     p.add_argument("--threads", type=int, help="CPU threads (default: all cores)")
     p.add_argument("--seed", type=int, default=1337)
-    for name, kind in (("steps", int), ("layers", int), ("heads", int), ("width", int), ("context", int), ("batch", int),
-                       ("lr", float), ("dropout", float), ("eval-every", int)):
-        p.add_argument(f"--{name}", type=kind, help="overrides the config" if name != "eval-every" else "steps between evaluations")
+    p.add_argument("--eval-every", type=int, metavar="N", help="steps between evaluations (default: an eighth of all)")
+    for name in ("steps", "layers", "heads", "width", "context", "batch"):
+        p.add_argument(f"--{name}", type=int, help="overrides the config")
+    for name in ("lr", "dropout"):
+        p.add_argument(f"--{name}", type=float, help="overrides the config")
     return p.parse_args(argv)
 
 
 def settings_of(args: argparse.Namespace) -> dict:
-    """Everything that determines the run: from the checkpoint when resuming, else the config with what was overridden."""
+    """All that determines the run: from the checkpoint when resuming, else the config with what was overridden."""
     names = ("steps", "eval_every", "layers", "heads", "width", "context", "batch", "lr", "dropout")
     given = {name: getattr(args, name) for name in names if getattr(args, name) is not None}
     if args.text is not None:
@@ -58,7 +60,8 @@ def settings_of(args: argparse.Namespace) -> dict:
         settings = train.read_run(path)["settings"]
         if not {*new, "vocab", "baseline"} <= set(settings):
             raise train.TrainingError(f"[resume] {path} is a run of another program")
-        fixed = [f"--{k} ({settings[k]})" for k, v in given.items() if k not in ("steps", "eval_every", "text") and v != settings[k]]
+        free = ("steps", "eval_every", "text")
+        fixed = [f"--{k} ({settings[k]})" for k, v in given.items() if k not in free and v != settings[k]]
         if fixed:
             raise train.TrainingError(f"[resume] a run keeps its sizes; this one cannot change {', '.join(fixed)}")
         settings |= given
@@ -68,7 +71,8 @@ def settings_of(args: argparse.Namespace) -> dict:
         if settings[name] is not None and not settings[name] > 0:
             raise train.TrainingError(f"[arguments] --{name.replace('_', '-')} must be above 0: {settings[name]}")
     if not args.temperature >= 0 or args.sample < 0:
-        raise train.TrainingError(f"[arguments] --temperature and --sample must be at least 0: {args.temperature}, {args.sample}")
+        raise train.TrainingError("[arguments] --temperature and --sample must be at least 0: "
+                                  f"{args.temperature}, {args.sample}")
     return settings
 
 
@@ -96,7 +100,7 @@ def main(argv: list[str] | None = None) -> int:
     tokenizer, tokens = tokens_of(settings, out, bool(args.resume))
     if settings.setdefault("vocab", tokenizer.to_json()) != tokenizer.to_json():
         raise train.TrainingError("[resume] the text has other characters than the one this run began with")
-    start = tokenizer.encode(tokenizer.chars[0] if args.prompt is None else args.prompt)   # chars are sorted: "\n" comes first
+    start = tokenizer.encode(tokenizer.chars[0] if args.prompt is None else args.prompt)     # chars[0] is "\n", mostly
     if not len(start):
         raise train.TrainingError("[arguments] --prompt needs at least one character")
     held_in, held_out = data.split(tokens, 0.1)
@@ -105,13 +109,15 @@ def main(argv: list[str] | None = None) -> int:
 
     mg.manual_seed(settings["seed"])
     model = nn.Transformer(vocab_size=tokenizer.vocab_size, context=settings["context"], d_model=settings["width"],
-                           n_layers=settings["layers"], n_heads=settings["heads"], dropout=settings["dropout"], bias=False).to(device)
+                           n_layers=settings["layers"], n_heads=settings["heads"], dropout=settings["dropout"],
+                           bias=False).to(device)
     optimizer = optim.AdamW(train.decay_groups(model, weight_decay=0.1), lr=settings["lr"], betas=(0.9, 0.99))
     steps, warmup = settings["steps"], min(100, settings["steps"] // 10)
     schedule = optim.cosine_schedule(settings["lr"], steps, warmup, min_lr=settings["lr"] / 10)
-    print(f"{len(tokens):,} characters, {tokenizer.vocab_size} different; {len(held_in):,} to learn, {len(held_out):,} held out")
-    print(f"{model.num_parameters():,} parameters on {device}: layers {settings['layers']}, heads {settings['heads']}, width "
-          f"{settings['width']}, context {settings['context']}, batch {settings['batch']}, {mg.get_num_threads()} threads")
+    print(f"{len(tokens):,} characters, {tokenizer.vocab_size} different; {len(held_in):,} to learn, {len(held_out):,} "
+          "held out")
+    sizes = ", ".join(f"{name} {settings[name]}" for name in ("layers", "heads", "width", "context", "batch"))
+    print(f"{model.num_parameters():,} parameters on {device}, {mg.get_num_threads()} threads: {sizes}")
 
     if "baseline" not in settings:                       # what counting four characters at a time achieves
         ngram = data.NgramModel(4).fit(held_in[:10_000_000], tokenizer.vocab_size)
@@ -119,7 +125,8 @@ def main(argv: list[str] | None = None) -> int:
     print(f"4-gram model of the same text: validation loss {settings['baseline']['loss']:.4f}")
     run = train.Run(out, model, optimizer, train_windows, val_windows, steps, schedule, clip=1.0,
                     eval_every=settings["eval_every"] or max(1, steps // 8), settings=settings)
-    again = shlex.join(["python", sys.argv[0], "--resume", str(out), *(["--device", str(device)] if device != "cpu" else [])])
+    on = ["--device", str(device)] if device != "cpu" else []
+    again = shlex.join(["python", sys.argv[0], "--resume", str(out), *on])
     if args.resume:
         run.resume()
         print(f"resumed {out} at step {run.step}")
@@ -128,7 +135,8 @@ def main(argv: list[str] | None = None) -> int:
         print(f"stopped at step {run.step} of {steps} and saved; to go on:\n  {again}")
         return 130
 
-    print(f"validation loss {run.rows[-1]['val_loss']:.4f}, 4-gram model {settings['baseline']['loss']:.4f} (nats per character)")
+    print(f"validation loss {run.rows[-1]['val_loss']:.4f}, 4-gram model {settings['baseline']['loss']:.4f} (nats per "
+          "character)")
     print(f"written: {run.checkpoint}, {out / 'log.csv'}, {out / 'loss.png'}")
     print(f"--- a sample ({again} --prompt '...' writes more) ---")
     written = model.generate(start[None], args.sample, temperature=args.temperature, top_k=None)
@@ -142,5 +150,5 @@ if __name__ == "__main__":
     except KeyboardInterrupt:                            # outside the training loop, or pressed twice in it
         print("\nstopped at once; the last checkpoint is as it was")
         sys.exit(130)
-    except (data.DataError, io.CheckpointError, train.TrainingError, ImportError, RuntimeError, ValueError, OSError) as error:
+    except (train.TrainingError, ImportError, RuntimeError, ValueError, OSError) as error:   # in one line, no traceback
         sys.exit(f"error: {error}")

@@ -59,7 +59,8 @@ def _made(array: Any, requires_grad: bool, device: str | Device) -> Tensor:
     return made.requires_grad_(requires_grad)
 
 
-def full(shape: Any, value: Any, requires_grad: bool = False, device: str | Device = "cpu", dtype: Any = None) -> Tensor:
+def full(shape: Any, value: Any, requires_grad: bool = False, device: str | Device = "cpu",
+         dtype: Any = None) -> Tensor:
     """A tensor of one value; float32 for a Python float."""
     return _made(_np.full(shape, value, dtype or Tensor(value).dtype), requires_grad, device)
 

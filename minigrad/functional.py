@@ -1,7 +1,8 @@
 """Every differentiable function, by name: `import minigrad.functional as F`. Arrays speak NumPy: axis, keepdims,
 broadcasting. Called with Tensors they record; raw arrays pass straight through."""
 
-from minigrad.ops.attention import scaled_dot_product_attention, visible_set
+# ruff: noqa: F401  (to hold these names is what this file is for)
+from minigrad.ops.attention import document_mask, padding_mask, scaled_dot_product_attention, visible_set
 from minigrad.ops.elementwise import abs_ as abs
 from minigrad.ops.elementwise import (
     add,

@@ -24,7 +24,8 @@ _one_sided = {
 _methods = {
     **{name: getattr(elementwise, name) for name in (
         "exp log log1p expm1 sqrt square sin cos tanh sigmoid softplus relu erf gelu silu sign clip").split()},
-    "abs": elementwise.abs_, "softmax": softmax.softmax, "log_softmax": softmax.log_softmax, "sum": reduce.sum_, "mean": reduce.mean, "max": reduce.max_, "min": reduce.min_,
+    "abs": elementwise.abs_, "softmax": softmax.softmax, "log_softmax": softmax.log_softmax,
+    "sum": reduce.sum_, "mean": reduce.mean, "max": reduce.max_, "min": reduce.min_,
     "var": reduce.var, "std": reduce.std, "logsumexp": reduce.logsumexp, "cumsum": reduce.cumsum,
     "argmax": reduce.argmax, "argmin": reduce.argmin, "any": reduce.any_, "all": reduce.all_, "squeeze": shape.squeeze,
     "swapaxes": shape.swapaxes, "matmul": linalg.matmul,

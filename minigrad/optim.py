@@ -34,11 +34,13 @@ class Optimizer:
                 raise ValueError(f'[{self.name}] a group is a dict with "params": got {describe(group)}')
             unknown = set(group) - set(defaults) - {"params"}
             if unknown:
-                raise ValueError(f"[{self.name}] a group has params and {', '.join(defaults)}: got {', '.join(sorted(unknown))}")
+                raise ValueError(f"[{self.name}] a group has params and {', '.join(defaults)}: "
+                                 f"got {', '.join(sorted(unknown))}")
             members = [group["params"]] if isinstance(group["params"], Tensor) else list(group["params"])
             for p in members:
                 if not isinstance(p, Tensor) or not p.is_leaf:
-                    raise TypeError(f"[{self.name}] optimises leaf Tensors, such as model.parameters(): got {describe(p)}")
+                    raise TypeError(f"[{self.name}] optimises leaf Tensors, such as model.parameters(): "
+                                    f"got {describe(p)}")
                 if id(p) in seen:
                     raise ValueError(f"[{self.name}] a parameter of shape {p.shape} is given twice")
                 seen.add(id(p))
@@ -94,7 +96,7 @@ class Optimizer:
             p._grad = None
 
     def state_dict(self) -> dict[str, Tensor]:
-        """All that a resumed run needs, flat, so that mg.save can write it: state.I.NAME per parameter I, group.I.NAME."""
+        """All that a resumed run needs, flat, for mg.save: state.I.NAME per parameter I, group.I.NAME."""
         flat = {f"state.{i}.{name}": value for i, state in self.state.items() for name, value in state.items()}
         flat |= {f"group.{i}.{name}": value for i, group in enumerate(self.param_groups)
                  for name, value in group.items() if name != "params"}
@@ -121,13 +123,15 @@ class Optimizer:
                 problems.append(f"misshapen {name}: {np.shape(place[slot])} for {shape}")
         problems += [f"missing group.{i}.{name}" for i, group in enumerate(self.param_groups)
                      for name in group if name != "params" and name not in groups[i]]
-        problems += [f"missing state.{i}.{name}" for i, slots in fresh.items() for name in ("step", *self.slots) if name not in slots]
+        problems += [f"missing state.{i}.{name}" for i, slots in fresh.items()
+                     for name in ("step", *self.slots) if name not in slots]
         if problems:
             raise ValueError(f"[load_state_dict] the state does not fit this {self.name}: " + "; ".join(problems))
         self.state = {}
         for i, slots in fresh.items():
             p, step = numbered[i][1], int(slots.pop("step"))
-            self.state[i] = {"step": step, **{name: to_device(raw, p.device).astype(p.dtype, copy=True) for name, raw in slots.items()}}
+            arrays = {name: to_device(raw, p.device).astype(p.dtype, copy=True) for name, raw in slots.items()}
+            self.state[i] = {"step": step, **arrays}
         for group, loaded in zip(self.param_groups, groups):
             values = {name: np.asarray(raw).tolist() for name, raw in loaded.items()}
             group.update({name: tuple(value) if isinstance(value, list) else value for name, value in values.items()})
@@ -211,7 +215,8 @@ class Lion(Optimizer):
 
     slots = ("exp_avg",)
 
-    def __init__(self, params: Iterable, lr: float = 1e-4, betas: tuple[float, float] = (0.9, 0.99), weight_decay: float = 0.0) -> None:
+    def __init__(self, params: Iterable, lr: float = 1e-4, betas: tuple[float, float] = (0.9, 0.99),
+                 weight_decay: float = 0.0) -> None:
         super().__init__(params, lr=lr, betas=tuple(betas), weight_decay=weight_decay)
 
     def update(self, p: Any, g: Any, state: dict[str, Any], group: dict[str, Any]) -> None:
@@ -226,20 +231,22 @@ class Muon(Optimizer):
     """For matrices (d_in, d_out): the momentum's update, made nearly orthogonal (Jordan et al., 2024).
 
     b = momentum b + (1 - momentum) g;  u = (1 - momentum) g + momentum b (nesterov);  O = five Newton-Schulz steps from
-    u / |u|;  p *= 1 - lr weight_decay;  p -= lr sqrt(max(1, d_out / d_in)) O. Use AdamW for embeddings, norms and biases.
+    u / |u|;  p *= 1 - lr weight_decay;  p -= lr sqrt(max(1, d_out / d_in)) O. AdamW is for embeddings, norms, biases.
     """
 
     slots = ("momentum_buffer",)
 
     def __init__(self, params: Iterable, lr: float = 1e-3, weight_decay: float = 0.1, momentum: float = 0.95,
                  nesterov: bool = True, eps: float = 1e-7, ns_steps: int = 5) -> None:
-        super().__init__(params, lr=lr, weight_decay=weight_decay, momentum=momentum, nesterov=nesterov, eps=eps, ns_steps=ns_steps)
+        super().__init__(params, lr=lr, weight_decay=weight_decay, momentum=momentum, nesterov=nesterov, eps=eps,
+                         ns_steps=ns_steps)
 
     def check(self, group: dict[str, Any]) -> None:
         super().check(group)
         for p in group["params"]:
             if p.ndim != 2:
-                raise ValueError(f"[Muon] optimises matrices, others belong to AdamW: got a parameter of shape {p.shape}")
+                raise ValueError("[Muon] optimises matrices, others belong to AdamW: "
+                                 f"got a parameter of shape {p.shape}")
 
     def update(self, p: Any, g: Any, state: dict[str, Any], group: dict[str, Any]) -> None:
         b, momentum, lr = state["momentum_buffer"], group["momentum"], group["lr"]
@@ -261,8 +268,8 @@ def orthogonalize(u: Any, steps: int = 5, eps: float = 1e-7) -> Any:
 
 
 def clip_grad_norm_(params: Iterable[Tensor] | Tensor, max_norm: float, error_if_nonfinite: bool = False) -> Tensor:
-    """Scale all gradients by min(1, max_norm / (norm + 1e-6)), norm the 2-norm of all of them together, which is returned
-    (0-d, as before scaling)."""
+    """Scale all gradients by min(1, max_norm / (norm + 1e-6)), norm the 2-norm of all of them together, which is
+    returned (0-d, as before scaling)."""
     grads = [p._grad for p in ([params] if isinstance(params, Tensor) else params) if p._grad is not None]
     if not max_norm >= 0:
         raise ValueError(f"[clip_grad_norm_] max_norm is at least 0: got {max_norm}")
@@ -305,7 +312,8 @@ def cosine_schedule(lr: float, steps: int, warmup: int = 0, min_lr: float = 0.0)
 
 def _schedule(lr: float, steps: int, warmup: int, min_lr: float, fall: Callable[[float], float]) -> Schedule:
     if not 0 <= warmup <= steps or not 0 <= min_lr <= lr:
-        raise ValueError(f"[schedule] 0 <= warmup <= steps and 0 <= min_lr <= lr: got {warmup}, {steps}, {min_lr}, {lr}")
+        raise ValueError("[schedule] 0 <= warmup <= steps and 0 <= min_lr <= lr: "
+                         f"got {warmup}, {steps}, {min_lr}, {lr}")
 
     def at(step: int) -> float:
         if step < warmup:

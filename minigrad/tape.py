@@ -81,7 +81,7 @@ def composed() -> contextlib.AbstractContextManager[None]:
 
 
 class Watcher:
-    """What may look on while a `with` block runs (see `study/watch.py`); it changes nothing. Nobody watching costs nothing."""
+    """What may look on while a `with` block runs (see `study/watch.py`); it changes nothing, and unused costs nothing."""
 
     def __enter__(self) -> Any:
         _state.watchers += (self,)
@@ -244,7 +244,8 @@ class Tensor:
         its backward reports. A non-leaf becomes a leaf, as its values no longer depend on anything."""
         raw = value._data if isinstance(value, Tensor) else value
         raw = to_device(raw, self.device) if is_array(raw) else xp(self._data).asarray(raw, dtype=self.dtype)
-        if np.broadcast_shapes(raw.shape, self.shape) != self.shape:
+        tail = self.shape[max(0, self.ndim - raw.ndim):]
+        if raw.ndim > self.ndim or any(n not in (1, m) for n, m in zip(raw.shape, tail)):
             raise ValueError(f"[copy_] the values must broadcast to {self.shape}: got {raw.shape}")
         memory, array = _memory(self), self._data
         memory.written = next(_clock)
@@ -296,7 +297,7 @@ class Tensor:
         return self
 
     def backward(self, gradient: Any = None, retain_graph: bool = False) -> None:
-        """Add to the `.grad` of every leaf the gradient of this Tensor; `gradient` is the cotangent (1 for a scalar)."""
+        """Add to the `.grad` of every leaf the gradient of this Tensor; `gradient`: its cotangent (1 for a scalar)."""
         if not self._tracked:
             raise RuntimeError("[backward] this tensor does not depend on any tensor that requires a gradient")
         ct = _raw(_seed(self, gradient, "backward"))
@@ -462,8 +463,8 @@ class Body:
     """A way to compute a primitive: the forward on raw arrays and its rules, `rules` one per array argument (None where
     there is no derivative) or one joint `rule` that returns a cotangent for each argument.
 
-    Besides `ct`, the arguments' names, `y` and `NAME_shape`, a rule may name any parameter of the forward, `shapes` (all
-    of them), `needs` (a bool per argument), and the `residuals`, which the forward then returns after its output.
+    Besides `ct`, the arguments' names, `y` and `NAME_shape`, a rule may name any parameter of the forward, `shapes`
+    (all of them), `needs` (a bool per argument), and the `residuals`, which the forward then returns after its output.
     """
 
     def __init__(self, forward: Callable, rules: Sequence[Callable | None] | None, rule: Callable | None,
@@ -483,7 +484,7 @@ class Body:
         self.plans: dict[tuple[int, int], tuple[tuple[bool, ...], bool]] = {}
 
     def plan(self, needs: int, count: int) -> tuple[tuple[bool, ...], bool]:
-        """Which of `count` inputs, and whether the output, must be kept if those in the bit set `needs` need gradients."""
+        """Which of `count` inputs, and whether the output, to keep if those in the bit set `needs` need gradients."""
         rules = [self.joint] if self.joint else [r for i, r in enumerate(self.rules) if r and needs >> i & 1]
         named = {slot for r in rules for slot in r.slots}
         every = self.keep_all or any(kind == "inputs" for kind, _ in named)
@@ -510,7 +511,7 @@ primitives: dict[str, Primitive] = {}                    # every op there is, by
 
 
 class Primitive:
-    """A differentiable function of arrays. Made by `@primitive`; call it with Tensors (recorded) or raw arrays (not)."""
+    """A differentiable function of arrays, made by `@primitive`: call it with Tensors (recorded) or raw arrays (not)."""
 
     def __init__(self, forward: Callable, *, rules: Sequence[Callable | None] | None = None,
                  rule: Callable | None = None, samples: Sequence[Sample] = (), residuals: Sequence[str] = (),
@@ -669,8 +670,10 @@ def primitive(forward: Callable | None = None, **options: Any) -> Any:
 
     Options: `rules` (one per array, None where there is no derivative) or a joint `rule`; `samples`, rows for the test
     table; `residuals`, names of extra outputs kept for the rules; `broadcasts=True`, the engine sums cotangents back to
-    the arguments' shapes; `view=True`, the output may share memory with the first argument; `reference`, the plain
-    composition a fused op must equal; `kernels`, {"numpy": (forward, joint rule, *residual names)}.
+    the arguments' shapes; `view=True`, the output may share memory with the first argument. `kernels`, {"numpy":
+    (forward, joint rule, *residual names)}, makes a fused op: the decorated function is then its reference, a plain
+    composition of other functions that each kernel must equal. With `rules` beside it, or with `fused=True` and no kernel
+    at all, those serve higher orders and backends without a kernel, and the composition only mg.composed().
     """
     if forward is not None:
         return Primitive(forward, **options)
@@ -732,7 +735,7 @@ class Node:
         wanted = [t is not None and (needed is None or t in needed) for t in targets]
         if create_graph and (not op.differentiable or body.keep_all):
             return self._pull_reference(ct, wanted)
-        if create_graph:                                 # a kernel's rule is not differentiable; the rules beside it are
+        if create_graph:                                 # a kernel's rule is not differentiable, the plain rules are
             body = op.plain
 
         def call(rule: _Rule) -> Any:
@@ -836,7 +839,7 @@ def _record(op: Primitive, body: Body, args: Sequence, arrays: list, params: dic
                     target = arg
                 elif memory is not None and memory.written > source.index:
                     raise RuntimeError(f"[{op.name}] {op.named(args)[i]} was overwritten in place, through a view, "
-                                       f"after [{source.name}] computed it: its history is no longer true; use .detach()")
+                                       f"after [{source.name}] computed it: its history is not true any more; .detach() it")
             if keep[i]:
                 if memory is None:
                     memory = arg._memory = Memory()
@@ -864,8 +867,8 @@ def _share(out: Tensor, x: Any) -> None:
 
 
 def _reachable(roots: list[Any], wanted: set | None, floor: int) -> tuple[list[Node], set | None]:
-    """The nodes to run, in creation order, and all targets on the way: those that a root depends on; with `wanted`, only
-    those on a path to one of them. Nodes up to index `floor` count as leaves."""
+    """The nodes to run, in creation order, and all targets on the way: those that a root depends on; with `wanted`,
+    only those on a path to one of them. Nodes up to index `floor` count as leaves."""
     seen, stack, released = set(), list(roots), None
     while stack:
         node = stack.pop()
@@ -946,8 +949,8 @@ def _add(a: Any, b: Any) -> Any:
 
 
 class Part:
-    """What a rule on raw arrays may return for "zeros but for ct at key": the engine adds it into one array, so that the
-    slices of a tensor do not each bring a full array of zeros."""
+    """What a rule on raw arrays may return for "zeros but for ct at key": the engine adds it into one array, so that
+    the slices of a tensor do not each bring a full array of zeros."""
 
     __slots__ = ("ct", "key", "dtype")
 
@@ -988,8 +991,8 @@ def _unbroadcast(c: Any, shape: tuple[int, ...], node: Node) -> Any:
     axes = (*range(lead), *(i + lead for i, n in enumerate(shape) if n == 1 and c.shape[i + lead] != 1))
     c = c.sum(axis=axes, keepdims=True)
     if c.shape[lead:] != shape:
-        raise RuntimeError(f"[{node.name}] a rule returned a cotangent of shape {c.shape}, which does not broadcast from "
-                           f"{shape}{node.where()}")
+        raise RuntimeError(f"[{node.name}] a rule returned a cotangent of shape {c.shape}, which does not broadcast "
+                           f"from {shape}{node.where()}")
     return c.reshape(shape)
 
 

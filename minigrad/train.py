@@ -1,8 +1,8 @@
-"""The training loop that the examples share: progress, evaluation on held-out text, checkpoints, a CSV and a loss curve.
+"""The training loop that the examples share: progress, evaluation on held-out text, checkpoints, a CSV, a loss curve.
 
-A run lives in one folder: checkpoint.safetensors (model, optimiser, step, random state and settings in one file, written
-whole), log.csv, loss.png. Batches depend on (seed, step) alone and randomness on two integers, so a resumed run is, bit
-for bit, the run that was never interrupted.
+A run lives in one folder: checkpoint.safetensors (model, optimiser, step, random state and settings in one file,
+written whole), log.csv, loss.png. Batches depend on (seed, step) alone and randomness on two integers, so a resumed run
+is, bit for bit, the run that was never interrupted.
 """
 
 from __future__ import annotations
@@ -41,10 +41,11 @@ def decay_groups(model: Module, weight_decay: float) -> list[dict[str, Any]]:
 
 
 def evaluate(model: Module, windows: Windows, batch_size: int = 64, most: int | None = None) -> float:
-    """Mean loss (nats per token) over the windows in order, each token once; `most`: only so many batches, spread evenly."""
+    """Mean loss (nats per token) over the windows in order, each token once; `most`: only so many batches, evenly
+    spread."""
     training, total, count = model.training, 0.0, 0
     batches = -(-((len(windows.tokens) - 1) // windows.context) // batch_size)
-    every = 1 if most is None else max(1, batches // most)
+    every = 1 if most is None else max(1, -(-batches // most))
     model.eval()
     try:
         with no_grad():
@@ -64,8 +65,9 @@ class Run:
     anything is computed; `fit()` trains from `step` to `steps`; `resume()` takes up what the folder holds.
     """
 
-    def __init__(self, out: str | os.PathLike[str], model: Any, optimizer: Optimizer, train: Windows, val: Windows, steps: int,
-                 schedule: Schedule, clip: float = 1.0, eval_every: int = 250, settings: dict[str, Any] | None = None) -> None:
+    def __init__(self, out: str | os.PathLike[str], model: Any, optimizer: Optimizer, train: Windows, val: Windows,
+                 steps: int, schedule: Schedule, clip: float = 1.0, eval_every: int = 250,
+                 settings: dict[str, Any] | None = None) -> None:
         self.out, self.model, self.optimizer, self.train, self.val = Path(out), model, optimizer, train, val
         self.steps, self.schedule, self.clip, self.eval_every = steps, schedule, clip, max(1, eval_every)
         self.settings = settings or {}
@@ -83,8 +85,8 @@ class Run:
         """Write checkpoint, log and curve; each file whole."""
         state = {f"model.{k}": v for k, v in self.model.state_dict().items()}
         state |= {f"optimizer.{k}": v for k, v in self.optimizer.state_dict().items()}
-        run = {"step": self.step, "seconds": self.seconds, "random": get_rng_state(), "rows": self.rows, "losses": self.losses,
-               "settings": self.settings}
+        run = {"step": self.step, "seconds": self.seconds, "random": get_rng_state(), "rows": self.rows,
+               "losses": self.losses, "settings": self.settings}
         save(self.checkpoint, state, {"minigrad.run": json.dumps(run)})
         self.saved = self.step
         with write_whole(self.out / "log.csv") as file:
@@ -112,8 +114,8 @@ class Run:
         set_rng_state(run["random"])
 
     def fit(self) -> None:
-        """Train to `steps`. Ctrl-C finishes the step it is in, saves, and returns with `interrupted` set; a second Ctrl-C
-        stops at once. A loss or gradient that is not finite stops the run and leaves the last checkpoint as it was."""
+        """Train to `steps`. Ctrl-C finishes the step it is in, saves, and returns with `interrupted` set; a second
+        Ctrl-C stops at once. A loss or gradient that is not finite stops the run; the last checkpoint stays."""
         _needs("matplotlib.figure")                      # to be told now, not when the first curve is drawn
         begin, spent, tokens = time.perf_counter(), self.seconds, 0
         with _progress(self.step, self.steps) as bar, _on_interrupt() as asked:
@@ -144,9 +146,10 @@ class Run:
         value = float(x)
         if math.isfinite(value):
             return value
-        kept = "nothing was saved yet" if self.saved is None else f"{self.checkpoint} holds the state of step {self.saved}"
-        raise TrainingError(f"[train] the {name} is {value} at step {self.step}; {kept}. Find the op with mg.detect_anomaly(), or "
-                            "lower the learning rate")
+        saved = f"{self.checkpoint} holds the state of step {self.saved}"
+        raise TrainingError(f"[train] the {name} is {value} at step {self.step}; "
+                            f"{'nothing was saved yet' if self.saved is None else saved}. Find the op with "
+                            "mg.detect_anomaly(), or lower the learning rate")
 
     def _report(self, bar: Any, lr: float, norm: float, speed: float) -> None:
         train_loss, self.losses = sum(self.losses) / len(self.losses), []
@@ -166,7 +169,8 @@ def writable_folder(path: Path) -> None:
             file.write("")
         (path / ".writable").unlink()
     except OSError as error:
-        raise TrainingError(f"[train] cannot write into {path}: {error.strerror or error}; choose another --out") from None
+        why = error.strerror or error
+        raise TrainingError(f"[train] cannot write into {path}: {why}; choose another folder") from None
 
 
 def read_run(path: str | os.PathLike[str]) -> dict[str, Any]:
@@ -191,10 +195,11 @@ def plot(rows: list[dict[str, Any]], path: Path, baseline: dict[str, Any] | None
     steps = [row["step"] for row in rows]
     for key, label, color in (("train_loss", "train", "#8aa1b8"), ("val_loss", "validation", "#c2410c")):
         values = [row[key] for row in rows]
-        axes.plot(steps, values, label=f"{label}, {values[-1]:.3f}", color=color, linewidth=2, marker="o" if len(rows) < 30 else "",
-                  markersize=3.5)
+        axes.plot(steps, values, label=f"{label}, {values[-1]:.3f}", color=color, linewidth=2,
+                  marker="o" if len(rows) < 30 else "", markersize=3.5)
     if baseline:
-        axes.axhline(baseline["loss"], color="#475569", linestyle="--", linewidth=1.2, label=f"{baseline['name']}, {baseline['loss']:.3f}")
+        axes.axhline(baseline["loss"], color="#475569", linestyle="--", linewidth=1.2,
+                     label=f"{baseline['name']}, {baseline['loss']:.3f}")
     axes.set(xlabel="step", ylabel="loss (nats per token)")
     axes.set_xlim(left=0)
     axes.grid(alpha=0.25)
@@ -216,7 +221,8 @@ def _needs(module: str) -> Any:
 
 
 def _progress(start: int, steps: int) -> Any:
-    return _needs("tqdm").tqdm(total=steps, initial=start, unit="step", dynamic_ncols=True, disable=None, smoothing=0.05)
+    return _needs("tqdm").tqdm(total=steps, initial=start, unit="step", dynamic_ncols=True, disable=None,
+                               smoothing=0.05)
 
 
 @contextmanager

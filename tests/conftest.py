@@ -1,6 +1,7 @@
 """Shared by all tests: a fresh stream of random numbers for each, and named skips for what is not installed."""
 
 import importlib
+import os
 
 import numpy as np
 import pytest
@@ -15,11 +16,19 @@ def _same_random_numbers():
 
 
 def or_skip(module: str, part: str):
-    """The module, or a skip that names the part of the suite which did not run without it."""
+    """The module, or a skip that names the part of the suite which did not run without it; a failure if MINIGRAD_EXPECT,
+    a list of modules, names it."""
     try:
         return importlib.import_module(module)
     except ImportError:
+        if module in os.environ.get("MINIGRAD_EXPECT", "").split():
+            pytest.fail(f"{module} is not installed, and MINIGRAD_EXPECT names it: not checked: {part}")
         pytest.skip(f"{module} is not installed: not checked: {part}")
+
+
+def kernels():
+    """`with kernels():` fused ops run as kernels, also where MINIGRAD_COMPOSED=1 asks for their references."""
+    return mg.tape._set(composed=False)
 
 
 @pytest.fixture

@@ -1,4 +1,4 @@
-"""Layers and models: against PyTorch in float64, against the formulas of A.10 in plain NumPy, and what a user may rely on."""
+"""Layers and models: against PyTorch in float64, the formulas of A.10 in plain NumPy, and what a user may rely on."""
 
 import copy
 import math
@@ -22,8 +22,12 @@ def llama(**changed):
     return nn.Transformer(nn.TransformerConfig.llama(**{**LLAMA, **changed}))
 
 
-MODELS = {"gpt": gpt, "gpt untied": lambda **c: gpt(tied=False, **c), "llama": llama,
-          "window, qk_norm": lambda **c: gpt(window=3, qk_norm=True, position="none", norm="rms", mlp="relu", **c)}
+MODELS = {
+    "gpt": gpt,
+    "gpt untied": lambda **c: gpt(tied=False, **c),
+    "llama": llama,
+    "window, qk_norm": lambda **c: gpt(window=3, qk_norm=True, position="none", norm="rms", mlp="relu", **c),
+}
 each_model = pytest.mark.parametrize("make", MODELS.values(), ids=MODELS)
 
 
@@ -64,9 +68,11 @@ def compare(torch, ours, theirs, pairs, inputs, call=None):
     named = dict(theirs.named_parameters())
     pairs = {ours_: (named[name], turned) for ours_, (name, turned) in pairs.items()}
     assert pairs.keys() == dict(ours.named_parameters()).keys()
-    for tensor, _ in pairs.values():                     # PyTorch starts norms at 1 and biases at 0, which hide mistakes
+    for tensor, _ in pairs.values():  # PyTorch starts norms at 1 and biases at 0, which hide mistakes
         tensor.data.copy_(torch.from_numpy(np.random.default_rng(tensor.numel()).normal(size=tuple(tensor.shape))))
-    ours.load_state_dict({path: (t.detach().numpy().T if turned else t.detach().numpy()) for path, (t, turned) in pairs.items()})
+    ours.load_state_dict(
+        {path: (t.detach().numpy().T if turned else t.detach().numpy()) for path, (t, turned) in pairs.items()}
+    )
     mine = [mg.tensor(x, requires_grad=x.dtype.kind == "f") for x in inputs]
     other = [torch.from_numpy(x.copy()).requires_grad_(x.dtype.kind == "f") for x in inputs]
     y, z = ours(*mine), (call or theirs)(*other)
@@ -83,7 +89,11 @@ def compare(torch, ours, theirs, pairs, inputs, call=None):
 
 
 def linear_pairs(**names):
-    return {f"{ours}.{part}": (f"{theirs}.{part}", part == "weight") for ours, theirs in names.items() for part in ("weight", "bias")}
+    return {
+        f"{ours}.{part}": (f"{theirs}.{part}", part == "weight")
+        for ours, theirs in names.items()
+        for part in ("weight", "bias")
+    }
 
 
 @pytest.mark.parametrize("bias", [True, False])
@@ -93,7 +103,13 @@ def test_linear_is_torchs_transposed(torch, rng, bias):
 
 
 def test_embedding_is_torchs(torch, rng):
-    compare(torch, nn.Embedding(6, 4), torch.nn.Embedding(6, 4), {"weight": ("weight", False)}, [np.array([[0, 5, 5], [1, 0, 5]])])
+    compare(
+        torch,
+        nn.Embedding(6, 4),
+        torch.nn.Embedding(6, 4),
+        {"weight": ("weight", False)},
+        [np.array([[0, 5, 5], [1, 0, 5]])],
+    )
 
 
 @pytest.mark.parametrize("bias", [True, False])
@@ -103,27 +119,51 @@ def test_layer_norm_is_torchs(torch, rng, bias):
 
 
 def test_rms_norm_is_torchs(torch, rng):
-    compare(torch, nn.RMSNorm(5), torch.nn.RMSNorm(5, eps=1e-6), {"weight": ("weight", False)}, [rng.normal(size=(2, 3, 5))])
+    compare(
+        torch, nn.RMSNorm(5), torch.nn.RMSNorm(5, eps=1e-6), {"weight": ("weight", False)}, [rng.normal(size=(2, 3, 5))]
+    )
 
 
-@pytest.mark.parametrize("ours, theirs", [("gelu", lambda t: t.nn.GELU()), ("gelu_tanh", lambda t: t.nn.GELU(approximate="tanh")),
-                                          ("relu", lambda t: t.nn.ReLU()), ("silu", lambda t: t.nn.SiLU())])
+@pytest.mark.parametrize(
+    "ours, theirs",
+    [
+        ("gelu", lambda t: t.nn.GELU()),
+        ("gelu_tanh", lambda t: t.nn.GELU(approximate="tanh")),
+        ("relu", lambda t: t.nn.ReLU()),
+        ("silu", lambda t: t.nn.SiLU()),
+    ],
+)
 def test_mlp_is_two_linears_of_torch(torch, rng, ours, theirs):
-    pair = torch.nn.Sequential(torch.nn.Linear(4, 16), theirs(torch), torch.nn.Linear(16, 4))   # 16: four times the width
+    pair = torch.nn.Sequential(
+        torch.nn.Linear(4, 16), theirs(torch), torch.nn.Linear(16, 4)
+    )  # 16: four times the width
     compare(torch, nn.MLP(4, activation=ours), pair, linear_pairs(up="0", down="2"), [rng.normal(size=(2, 3, 4))])
 
 
 def test_swiglu_is_its_formula_in_torch(torch, rng):
-    parts = torch.nn.ModuleDict({name: torch.nn.Linear(*sizes) for name, sizes in {"gate": (6, 16), "up": (6, 16), "down": (16, 6)}.items()})
+    parts = torch.nn.ModuleDict(
+        {name: torch.nn.Linear(*sizes) for name, sizes in {"gate": (6, 16), "up": (6, 16), "down": (16, 6)}.items()}
+    )
 
     def formula(x):
         return parts["down"](torch.nn.functional.silu(parts["gate"](x)) * parts["up"](x))
 
     # 16: 8/3 of 6, rounded up to a multiple of 8
-    compare(torch, nn.SwiGLU(6, bias=True), parts, linear_pairs(gate="gate", up="up", down="down"), [rng.normal(size=(2, 3, 6))], formula)
+    compare(
+        torch,
+        nn.SwiGLU(6, bias=True),
+        parts,
+        linear_pairs(gate="gate", up="up", down="down"),
+        [rng.normal(size=(2, 3, 6))],
+        formula,
+    )
 
 
-ATTENTION = {"qkv.weight": ("in_proj_weight", True), "qkv.bias": ("in_proj_bias", False), **linear_pairs(out="out_proj")}
+ATTENTION = {
+    "qkv.weight": ("in_proj_weight", True),
+    "qkv.bias": ("in_proj_bias", False),
+    **linear_pairs(out="out_proj"),
+}
 
 
 class Masked(nn.Module):
@@ -143,9 +183,9 @@ def test_attention_layer_is_torchs(torch, rng, case):
     hidden, mask, options = None, None, {}
     if case == "causal":
         hidden, options = columns > rows, dict(causal=True)
-    elif case == "window":                               # the last 2 keys: its own and the one before
+    elif case == "window":  # the last 2 keys: its own and the one before
         hidden, options = (columns > rows) | (columns <= rows - 2), dict(causal=True, window=2)
-    elif case == "bool mask":                            # True means hidden to PyTorch, and visible to minigrad
+    elif case == "bool mask":  # True means hidden to PyTorch, and visible to minigrad
         hidden = rng.random((t, s)) < 0.4
         hidden[:, 0] = False
         mask = ~hidden
@@ -164,12 +204,17 @@ def test_attention_layer_is_torchs(torch, rng, case):
 
 
 def test_block_is_torchs_norm_first_encoder_layer(torch, rng):
-    theirs = torch.nn.TransformerEncoderLayer(12, 3, dim_feedforward=48, dropout=0.0, activation="gelu", batch_first=True, norm_first=True)
+    theirs = torch.nn.TransformerEncoderLayer(
+        12, 3, dim_feedforward=48, dropout=0.0, activation="gelu", batch_first=True, norm_first=True
+    )
     ours = nn.TransformerBlock(nn.TransformerConfig(**{**GPT, "mlp": "gelu"}))
     pairs = {f"attention.{name}": (f"self_attn.{pair[0]}", pair[1]) for name, pair in ATTENTION.items()}
     pairs |= {f"{norm}.{part}": (f"{norm}.{part}", False) for norm in ("norm1", "norm2") for part in ("weight", "bias")}
-    pairs |= {f"mlp.{ours_}.{part}": (f"{theirs_}.{part}", part == "weight")
-              for ours_, theirs_ in (("up", "linear1"), ("down", "linear2")) for part in ("weight", "bias")}
+    pairs |= {
+        f"mlp.{ours_}.{part}": (f"{theirs_}.{part}", part == "weight")
+        for ours_, theirs_ in (("up", "linear1"), ("down", "linear2"))
+        for part in ("weight", "bias")
+    }
     hidden = torch.ones(6, 6, dtype=torch.bool).triu(1)
     compare(torch, ours, theirs, pairs, [rng.normal(size=(2, 6, 12))], lambda x: theirs(x, src_mask=hidden))
 
@@ -178,38 +223,44 @@ def test_block_is_torchs_norm_first_encoder_layer(torch, rng):
 
 
 def attention_by_hand(layer, x, visible):
-    """A.10.1 to A.10.3 and A.10.10, one batch, one head and one query at a time; rotary positions as complex numbers."""
+    """A.10.1 to A.10.3 and A.10.10, one batch, head and query at a time; rotary positions as complex numbers."""
     w = {path: p.numpy() for path, p in layer.named_parameters()}
     heads, shared, d = layer.n_heads, layer.n_kv_heads, layer.d_head
     y = np.zeros_like(x)
     for b in range(len(x)):
         packed = x[b] @ w["qkv.weight"] + w.get("qkv.bias", 0.0)
         parts = np.split(packed, np.cumsum([d] * (heads + 2 * shared))[:-1], axis=1)
-        q, k, v = parts[:heads], parts[heads:heads + shared], parts[heads + shared:]
+        q, k, v = parts[:heads], parts[heads : heads + shared], parts[heads + shared :]
 
         def prepare(head, weight):
             if weight is not None:
                 head = head / np.sqrt((head**2).mean(1, keepdims=True) + 1e-6) * weight
             if layer.rope_base:
                 angle = np.arange(len(head))[:, None] * layer.rope_base ** (-2 * np.arange(d // 2) / d)
-                z = (head[:, :d // 2] + 1j * head[:, d // 2:]) * np.exp(1j * angle)
+                z = (head[:, : d // 2] + 1j * head[:, d // 2 :]) * np.exp(1j * angle)
                 head = np.concatenate([z.real, z.imag], axis=1)
             return head
 
         out = np.zeros((x.shape[1], heads * d))
         for r in range(heads):
-            g = r // (heads // shared)                   # (A.10.5)
+            g = r // (heads // shared)  # (A.10.5)
             qr, kr = prepare(q[r], w.get("q_norm.weight")), prepare(k[g], w.get("k_norm.weight"))
             for i in range(len(qr)):
                 seen = np.flatnonzero(visible[i])
                 e = np.exp(kr[seen] @ qr[i] / math.sqrt(d))
-                out[i, r * d:(r + 1) * d] = (e / e.sum()) @ v[g][seen]
+                out[i, r * d : (r + 1) * d] = (e / e.sum()) @ v[g][seen]
         y[b] = out @ w["out.weight"] + w.get("out.bias", 0.0)
     return y
 
 
-OPTIONS = {"rope": dict(rope=True), "another base": dict(rope=100.0, bias=False), "gqa": dict(n_kv_heads=2), "mqa": dict(n_kv_heads=1),
-           "qk_norm": dict(qk_norm=True), "all": dict(n_kv_heads=2, rope=True, qk_norm=True, bias=False, window=3)}
+OPTIONS = {
+    "rope": dict(rope=True),
+    "another base": dict(rope=100.0, bias=False),
+    "gqa": dict(n_kv_heads=2),
+    "mqa": dict(n_kv_heads=1),
+    "qk_norm": dict(qk_norm=True),
+    "all": dict(n_kv_heads=2, rope=True, qk_norm=True, bias=False, window=3),
+}
 
 
 @pytest.mark.parametrize("implementation", ["composed", "fused", "tiled"])
@@ -237,10 +288,13 @@ def test_attention_options_by_hand(rng, options, implementation):
 
 
 def test_shared_heads_equal_repeated_heads(rng):
-    """GQA is full attention whose key and value weights are repeated; a shared weight's gradient sums over its copies."""
-    few, full = nn.MultiheadAttention(8, 4, 2, bias=False, causal=True), nn.MultiheadAttention(8, 4, bias=False, causal=True)
+    """GQA is full attention whose key and value weights are repeated; a shared weight's gradient sums its copies'."""
+    few, full = (
+        nn.MultiheadAttention(8, 4, 2, bias=False, causal=True),
+        nn.MultiheadAttention(8, 4, bias=False, causal=True),
+    )
     few.to(mg.float64), full.to(mg.float64)
-    cut = few.qkv.weight.numpy()                         # columns: 4 heads of q, 2 of k, 2 of v, each 2 wide
+    cut = few.qkv.weight.numpy()  # columns: 4 heads of q, 2 of k, 2 of v, each 2 wide
     order = [0, 1, 2, 3, 4, 4, 5, 5, 6, 6, 7, 7]
     full.load_state_dict({"qkv.weight": cut.reshape(8, 8, 2)[:, order].reshape(8, 24), "out.weight": few.out.weight})
     x = mg.tensor(rng.normal(size=(3, 5, 8)))
@@ -263,32 +317,42 @@ def test_cross_attention_weights_are_those_of_self_attention(rng):
 def test_mask_may_differ_by_batch_and_head(rng):
     layer = nn.MultiheadAttention(8, 2).to(mg.float64)
     x = mg.tensor(rng.normal(size=(3, 4, 8)))
-    padding = np.arange(4) < np.array([4, 2, 3])[:, None]            # lengths 4, 2, 3
+    padding = np.arange(4) < np.array([4, 2, 3])[:, None]  # lengths 4, 2, 3
     y = layer(x, attn_mask=padding[:, None, None])
     for b, length in enumerate((4, 2, 3)):
-        near(y[b].numpy(), layer(x[b:b + 1], context=x[b:b + 1, :length])[0].numpy())
+        near(y[b].numpy(), layer(x[b : b + 1], context=x[b : b + 1, :length])[0].numpy())
 
 
-@pytest.mark.parametrize("make, message", [
-    (lambda: nn.MultiheadAttention(10, 3), r"\[MultiheadAttention\].*d_model 10, n_heads 3"),
-    (lambda: nn.MultiheadAttention(12, 3, 2), r"\[MultiheadAttention\].*n_kv_heads 2"),
-    (lambda: nn.MultiheadAttention(12, 0), r"\[MultiheadAttention\].*n_heads 0"),
-    (lambda: nn.MultiheadAttention(12, 3, 0), r"\[MultiheadAttention\].*n_kv_heads 0"),
-    (lambda: nn.MultiheadAttention(12, -3), r"\[MultiheadAttention\].*n_heads -3"),
-    (lambda: nn.MultiheadAttention(9, 3, rope=True), r"head width 3 is odd"),
-    (lambda: nn.MLP(4, activation="swish"), r"\[MLP\] activation is one of gelu.*'swish'"),
-    (lambda: gpt(d_model=0), r"d_model is an integer of at least 1: got 0"),
-    (lambda: gpt(n_heads=2.0), r"n_heads is an integer of at least 1: got 2.0"),
-    (lambda: gpt(n_kv_heads=0), r"n_kv_heads 0"),
-    (lambda: gpt(norm="batch"), r"norm is one of layer, rms: got 'batch'"),
-    (lambda: gpt(position="alibi"), r"position is one of learned, rope, none: got 'alibi'"),
-    (lambda: gpt(dropout=1.5), r"dropout.*1.5"),
-    (lambda: nn.Linear(3, 4)(mg.zeros(2, 5)), r"\[linear\].*x \(2, 5\), w \(3, 4\)"),
-    (lambda: nn.LayerNorm(3)(mg.zeros(2, 5)), r"\[layer_norm\].*x \(2, 5\)"),
-    (lambda: nn.MultiheadAttention(4, 2)(mg.zeros(2, 3, 5)), r"\[linear\].*x \(2, 3, 5\), w \(4, 12\)"),
-    (lambda: nn.MultiheadAttention(4, 2)(mg.zeros(2, 3, 4), attn_mask=np.ones((3, 5), bool)), r"\(3, 5\).*\(2, 2, 3, 3\)"),
-    (lambda: nn.MultiheadAttention(4, 2, causal=True)(mg.zeros(2, 3, 4), mg.zeros(2, 5, 4)), r"3 queries over 5 keys is ambiguous"),
-], ids=lambda x: x if isinstance(x, str) else "")
+@pytest.mark.parametrize(
+    "make, message",
+    [
+        (lambda: nn.MultiheadAttention(10, 3), r"\[MultiheadAttention\].*d_model 10, n_heads 3"),
+        (lambda: nn.MultiheadAttention(12, 3, 2), r"\[MultiheadAttention\].*n_kv_heads 2"),
+        (lambda: nn.MultiheadAttention(12, 0), r"\[MultiheadAttention\].*n_heads 0"),
+        (lambda: nn.MultiheadAttention(12, 3, 0), r"\[MultiheadAttention\].*n_kv_heads 0"),
+        (lambda: nn.MultiheadAttention(12, -3), r"\[MultiheadAttention\].*n_heads -3"),
+        (lambda: nn.MultiheadAttention(9, 3, rope=True), r"head width 3 is odd"),
+        (lambda: nn.MLP(4, activation="swish"), r"\[MLP\] activation is one of gelu.*'swish'"),
+        (lambda: gpt(d_model=0), r"d_model is an integer of at least 1: got 0"),
+        (lambda: gpt(n_heads=2.0), r"n_heads is an integer of at least 1: got 2.0"),
+        (lambda: gpt(n_kv_heads=0), r"n_kv_heads 0"),
+        (lambda: gpt(norm="batch"), r"norm is one of layer, rms: got 'batch'"),
+        (lambda: gpt(position="alibi"), r"position is one of learned, rope, none: got 'alibi'"),
+        (lambda: gpt(dropout=1.5), r"dropout.*1.5"),
+        (lambda: nn.Linear(3, 4)(mg.zeros(2, 5)), r"\[linear\].*x \(2, 5\), w \(3, 4\)"),
+        (lambda: nn.LayerNorm(3)(mg.zeros(2, 5)), r"\[layer_norm\].*x \(2, 5\)"),
+        (lambda: nn.MultiheadAttention(4, 2)(mg.zeros(2, 3, 5)), r"\[linear\].*x \(2, 3, 5\), w \(4, 12\)"),
+        (
+            lambda: nn.MultiheadAttention(4, 2)(mg.zeros(2, 3, 4), attn_mask=np.ones((3, 5), bool)),
+            r"\(3, 5\).*\(2, 2, 3, 3\)",
+        ),
+        (
+            lambda: nn.MultiheadAttention(4, 2, causal=True)(mg.zeros(2, 3, 4), mg.zeros(2, 5, 4)),
+            r"3 queries over 5 keys is ambiguous",
+        ),
+    ],
+    ids=lambda x: x if isinstance(x, str) else "",
+)
 def test_what_does_not_fit_is_named(make, message):
     with pytest.raises((ValueError, TypeError), match=message):
         make()
@@ -307,7 +371,7 @@ def test_later_tokens_do_not_change_earlier_logits(rng, make):
         other[0, t] = (ids[0, t] + 1) % 11
         after = model(other).numpy()
         assert np.abs(after[:, :t] - before[:, :t]).max(initial=0.0) <= 1e-12
-        assert np.abs(after[:, t] - before[:, t]).max() > 1e-4       # and the change is seen from its place on
+        assert np.abs(after[:, t] - before[:, t]).max() > 1e-4  # and the change is seen from its place on
 
 
 def test_batch_rows_do_not_see_one_another(rng):
@@ -315,12 +379,17 @@ def test_batch_rows_do_not_see_one_another(rng):
     near(model(ids)[1:].numpy(), model(ids[1:]).numpy())
 
 
-@pytest.mark.parametrize("options, count", [
-    # V C + T C for the tables, then per layer 4 C^2 + 8 C^2 in matrices, 4 C + 5 C in biases and 4 C in norms; 2 C at the end
-    (dict(), lambda v, t, c, n: v * c + t * c + n * (12 * c * c + 13 * c) + 2 * c),
-    (dict(tied=False), lambda v, t, c, n: 2 * v * c + t * c + n * (12 * c * c + 13 * c) + 2 * c),
-    (dict(bias=False), lambda v, t, c, n: v * c + t * c + n * (12 * c * c + 2 * c) + c),
-], ids=["tied", "untied", "no bias"])
+@pytest.mark.parametrize(
+    "options, count",
+    [
+        # V C + T C for the tables, then per layer 4 C^2 + 8 C^2 in matrices, 4 C + 5 C in biases and 4 C in norms;
+        # 2 C at the end
+        (dict(), lambda v, t, c, n: v * c + t * c + n * (12 * c * c + 13 * c) + 2 * c),
+        (dict(tied=False), lambda v, t, c, n: 2 * v * c + t * c + n * (12 * c * c + 13 * c) + 2 * c),
+        (dict(bias=False), lambda v, t, c, n: v * c + t * c + n * (12 * c * c + 2 * c) + c),
+    ],
+    ids=["tied", "untied", "no bias"],
+)
 def test_gpt_parameters_are_counted_by_formula(options, count):
     assert gpt(**options).num_parameters() == count(11, 8, 12, 2)
 
@@ -366,7 +435,7 @@ def test_gradient_of_the_tied_table_is_the_sum_of_both_uses(rng):
     one, both = grads_of(tied, ids, targets), grads_of(untied, ids, targets)
     near(one[0], both[0])
     near(one[1]["embedding.weight"], both[1]["embedding.weight"] + both[1]["head.weight"].T)
-    assert np.abs(both[1]["embedding.weight"]).max() > 1e-4          # neither use is lost in the other
+    assert np.abs(both[1]["embedding.weight"]).max() > 1e-4  # neither use is lost in the other
 
 
 def test_transformer_in_torch(torch, rng):
@@ -387,7 +456,10 @@ def test_transformer_in_torch(torch, rng):
 
     x = w["embedding.weight"][torch.from_numpy(ids)] + w["position.weight"][:7]
     for i in range(2):
-        q, k, v = (part.view(2, 7, 3, 4).transpose(1, 2) for part in linear(norm(x, f"blocks.{i}.norm1"), f"blocks.{i}.attention.qkv").split(12, -1))
+        q, k, v = (
+            part.view(2, 7, 3, 4).transpose(1, 2)
+            for part in linear(norm(x, f"blocks.{i}.norm1"), f"blocks.{i}.attention.qkv").split(12, -1)
+        )
         y = f.scaled_dot_product_attention(q, k, v, is_causal=True).transpose(1, 2).reshape(2, 7, 12)
         x = x + linear(y, f"blocks.{i}.attention.out")
         x = x + linear(f.gelu(linear(norm(x, f"blocks.{i}.norm2"), f"blocks.{i}.mlp.up")), f"blocks.{i}.mlp.down")
@@ -404,7 +476,7 @@ def test_second_order_through_a_whole_model(rng, make):
     model = make(n_layers=1).to(mg.float64)
     params = list(model.parameters())
     for p in params:
-        p.copy_(rng.normal(size=p.shape) * 0.5)          # far from the start, where second derivatives are near 0
+        p.copy_(rng.normal(size=p.shape) * 0.5)  # far from the start, where second derivatives are near 0
     ids, targets = ids_of(rng), ids_of(rng)
     ways = [rng.normal(size=p.shape) for p in params]
     first = mg.gradients(model.loss(ids, targets), params, create_graph=True)
@@ -426,7 +498,7 @@ def test_hvp_of_one_weight_is_the_second_derivative_of_the_loss(rng):
     table, ids, targets = model.embedding.weight.numpy(), ids_of(rng), ids_of(rng)
     way = rng.normal(size=table.shape)
 
-    def loss(w):                                         # a Tensor stands where a Parameter stood
+    def loss(w):  # a Tensor stands where a Parameter stood
         model.embedding.weight = w
         return model.loss(ids, targets)
 
@@ -447,7 +519,7 @@ def test_composed_gives_the_same_loss_and_gradients(rng, make):
     near(loss, plain)
     same_grads(grads, plain_grads)
     mg.manual_seed(4)
-    assert abs(grads_of(model, ids, targets)[0] - loss) > 1e-5       # dropout was at work
+    assert abs(grads_of(model, ids, targets)[0] - loss) > 1e-5  # dropout was at work
 
 
 @each_model
@@ -469,13 +541,13 @@ def test_checkpointed_blocks_give_the_same_gradients(rng, make):
 
 
 def test_attention_mask_reaches_every_block(rng):
-    """Padding on the left, hidden by a mask, leaves the real tokens as they are without it (no positions are learned)."""
+    """Padding on the left, hidden by a mask, leaves the real tokens as without it (no positions are learned)."""
     model = gpt(position="none").to(mg.float64)
     ids = ids_of(rng, (1, 6))
     padded = np.concatenate([[[9, 9]], ids], axis=1)
     mask = np.zeros((8, 8), bool)
     mask[:, 2:] = True
-    mask[:2] = True                                      # padding sees itself: a row must see something
+    mask[:2] = True  # padding sees itself: a row must see something
     near(model(padded, mask)[:, 2:].numpy(), model(ids).numpy())
 
 
@@ -483,7 +555,7 @@ def test_what_does_not_fit_a_model_is_named(rng):
     model = gpt()
     with pytest.raises(ValueError, match=r"\[Transformer\] 9 tokens do not fit the context of 8"):
         model(ids_of(rng, (1, 9)))
-    for bad in (11, -1):                                 # never wrapped around
+    for bad in (11, -1):  # never wrapped around
         with pytest.raises(IndexError, match=rf"\[embedding\] id {bad} at \(0, 2\) is out of range for size 11"):
             model(np.array([[0, 1, bad]]))
     with pytest.raises(IndexError, match=r"\[cross_entropy\] id 11 at \(0, 1\) is out of range for size 11"):
@@ -501,7 +573,13 @@ def test_what_does_not_fit_a_model_is_named(rng):
 def test_config_goes_through_a_dict():
     config = nn.TransformerConfig.llama(**LLAMA)
     assert nn.TransformerConfig(**config.to_dict()) == config
-    assert (config.norm, config.position, config.mlp, config.bias, config.tied) == ("rms", "rope", "swiglu", False, False)
+    assert (config.norm, config.position, config.mlp, config.bias, config.tied) == (
+        "rms",
+        "rope",
+        "swiglu",
+        False,
+        False,
+    )
 
 
 # --- generate -----------------------------------------------------------------------------------------------------
@@ -518,14 +596,14 @@ def sharp(**changed):
 def test_greedy_takes_the_likeliest_of_the_last_context_tokens(rng):
     model = sharp()
     prompt = ids_of(rng, (2, 5))
-    out = model.generate(prompt, 6, temperature=0)       # 11 tokens: longer than the context of 8
+    out = model.generate(prompt, 6, temperature=0)  # 11 tokens: longer than the context of 8
     assert out.dtype == np.int64 and out.shape == (2, 11)
     assert (out[:, :5] == prompt).all()
     for t in range(5, 11):
-        assert (out[:, t] == model(out[:, max(0, t - 8):t]).numpy()[:, -1].argmax(-1)).all()
+        assert (out[:, t] == model(out[:, max(0, t - 8) : t]).numpy()[:, -1].argmax(-1)).all()
     assert (model.generate(prompt, 6, temperature=0) == out).all()
     assert (model.generate(prompt, 6, top_k=1) == out).all()
-    assert len(np.unique(out[:, 5:])) > 1                # not one token over and over, which any bug would pass
+    assert len(np.unique(out[:, 5:])) > 1  # not one token over and over, which any bug would pass
 
 
 def test_same_seed_same_sample(rng):
@@ -538,7 +616,7 @@ def test_same_seed_same_sample(rng):
 
 
 def test_samples_follow_the_softmax(rng):
-    """Shares of 4,000 draws against softmax(logits / T), within five standard errors; top_k leaves only the likeliest."""
+    """Shares of 4,000 draws against softmax(logits / T), within five standard errors; top_k keeps the likeliest."""
     model, n = sharp(), 4000
     prompt = np.repeat(ids_of(rng, (1, 4)), n, axis=0)
     logits = model(prompt[:1]).numpy()[0, -1].astype(np.float64)
@@ -555,7 +633,7 @@ def test_samples_follow_the_softmax(rng):
 def test_prompt_longer_than_the_context_is_cut_on_the_left(rng):
     model, prompt = sharp(), ids_of(rng, (1, 20))
     out = model.generate(prompt, 3, temperature=0)
-    assert (out[:, :20] == prompt).all()                 # returned whole
+    assert (out[:, :20] == prompt).all()  # returned whole
     assert (out[:, 20:] == model.generate(prompt[:, -8:], 3, temperature=0)[:, 8:]).all()
 
 
@@ -563,22 +641,27 @@ def test_generate_leaves_the_model_as_it_was(rng):
     model = gpt(dropout=0.5)
     a = model.generate(ids_of(rng), 5, temperature=0)
     assert model.training and all(m.training for m in model.modules())
-    assert (a == model.eval().generate(ids_of(np.random.default_rng(0)), 5, temperature=0)).all()    # no dropout while writing
+    assert (
+        a == model.eval().generate(ids_of(np.random.default_rng(0)), 5, temperature=0)
+    ).all()  # no dropout while writing
     assert not model.training
     assert all(p.grad is None for p in model.parameters())
 
 
-@pytest.mark.parametrize("ids, options, message", [
-    (np.zeros((1, 0), int), {}, "a prompt of at least one token"),
-    (np.zeros(3, int), {}, r"ids \(B, T\): got \(3,\)"),
-    (np.array([[0, 11]]), {}, r"id 11 at \(0, 1\) is out of range for size 11"),
-    (np.array([[99] + [0] * 9]), {}, r"id 99 at \(0, 0\) is out of range for size 11"),     # also left of the context
-    (np.array([[0.5]]), {}, "ids are integers"),
-    (np.array([[0]]), dict(temperature=-1.0), "temperature is at least 0"),
-    (np.array([[0]]), dict(temperature=math.nan), "temperature is at least 0"),
-    (np.array([[0]]), dict(top_k=0), "top_k at least 1"),
-    (np.array([[0]]), dict(n=-1), "-1"),
-])
+@pytest.mark.parametrize(
+    "ids, options, message",
+    [
+        (np.zeros((1, 0), int), {}, "a prompt of at least one token"),
+        (np.zeros(3, int), {}, r"ids \(B, T\): got \(3,\)"),
+        (np.array([[0, 11]]), {}, r"id 11 at \(0, 1\) is out of range for size 11"),
+        (np.array([[99] + [0] * 9]), {}, r"id 99 at \(0, 0\) is out of range for size 11"),  # also left of the context
+        (np.array([[0.5]]), {}, "ids are integers"),
+        (np.array([[0]]), dict(temperature=-1.0), "temperature is at least 0"),
+        (np.array([[0]]), dict(temperature=math.nan), "temperature is at least 0"),
+        (np.array([[0]]), dict(top_k=0), "top_k at least 1"),
+        (np.array([[0]]), dict(n=-1), "-1"),
+    ],
+)
 def test_what_generate_refuses(ids, options, message):
     with pytest.raises((ValueError, IndexError, TypeError), match=message):
         gpt().generate(ids, **{"n": 2, **options})
@@ -596,9 +679,9 @@ class Everything(nn.Module):
         self.pair = (nn.Linear(1, 1, bias=False),)
         self.by_name = {"a": nn.Linear(3, 1), "b": nn.Parameter(np.zeros((), np.float32))}
         self.nested = [[nn.Linear(1, 2, bias=False)], {"deep": nn.Linear(2, 1, bias=False)}]
-        self.again = self.first                          # shared: counted once
+        self.again = self.first  # shared: counted once
         self.alias = self.first.weight
-        self.scale = mg.tensor([2.0, 3.0])               # a buffer
+        self.scale = mg.tensor([2.0, 3.0])  # a buffer
         self._hidden = nn.Linear(9, 9)
         self.width, self.nothing, self.words = 3, None, ["a", "b"]
 
@@ -606,8 +689,18 @@ class Everything(nn.Module):
 def test_members_are_found_once_each_in_order_of_assignment():
     module = Everything()
     # a shared tensor goes by the name nearest the top
-    trained = ["alias", "first.bias", "many.0.weight", "many.1", "pair.0.weight", "by_name.a.weight", "by_name.a.bias",
-               "by_name.b", "nested.0.0.weight", "nested.1.deep.weight"]
+    trained = [
+        "alias",
+        "first.bias",
+        "many.0.weight",
+        "many.1",
+        "pair.0.weight",
+        "by_name.a.weight",
+        "by_name.a.bias",
+        "by_name.b",
+        "nested.0.0.weight",
+        "nested.1.deep.weight",
+    ]
     assert sorted(path for path, _ in module.named_parameters()) == sorted(trained)
     assert set(module.state_dict()) == {*trained, "scale"}
     assert module.num_parameters() == 6 + 3 + 9 + 3 + 1 + 3 + 1 + 1 + 2 + 2
@@ -622,7 +715,7 @@ def test_shared_layers_receive_the_gradient_of_both_uses(rng):
     assert [path for path, _ in twice.named_parameters()] == ["0.weight"]
     x, w = rng.normal(size=(2, 3)), layer.weight.numpy()
     twice(mg.tensor(x)).sum().backward()
-    ones = np.ones((2, 3))                               # y = x W W: d/dW = x^T (1 W^T) + (x W)^T 1
+    ones = np.ones((2, 3))  # y = x W W: d/dW = x^T (1 W^T) + (x W)^T 1
     near(layer.weight.grad.numpy(), x.T @ (ones @ w.T) + (x @ w).T @ ones)
 
 
@@ -639,7 +732,7 @@ def test_sequential_takes_functions_and_lists_are_not_called(rng):
 def test_train_and_eval_return_the_module_and_switch_dropout():
     module = nn.Sequential(nn.Sequential(nn.Dropout(0.5)))
     x = mg.ones(1000)
-    assert module.training and set(module(x).tolist()) == {0.0, 2.0}     # kept values are divided by 1 - p
+    assert module.training and set(module(x).tolist()) == {0.0, 2.0}  # kept values are divided by 1 - p
     assert module.eval() is module and not module[0][0].training
     assert (module(x).numpy() == 1.0).all()
     assert module.train() is module and module[0][0].training
@@ -688,7 +781,9 @@ def test_to_keeps_the_parameters_and_the_optimiser(rng):
         assert {a.dtype for slots in optimizer.state.values() for n, a in slots.items() if n != "step"} == {mg.float64}
         finals.append([p.numpy() for p in params])
     for a, b in zip(*finals):
-        near(a, b, 2e-2)          # one step in float32: where a gradient is rounding, Adam's step is of size lr whatever its sign
+        near(
+            a, b, 2e-2
+        )  # one step in float32: where a gradient is rounding, Adam's step is of size lr whatever its sign
     assert max(np.abs(a - b).max() for a, b in zip(*finals)) > 0.0
 
 
@@ -696,10 +791,10 @@ def test_to_refuses_what_cannot_be_and_changes_nothing(rng):
     model = gpt()
     with pytest.raises((TypeError, ValueError), match="int64"):
         model.to(mg.int64)
-    loss = model.norm(mg.randn(2, 12)).sum()             # holds model.norm's weight, near the end of the list
+    loss = model.norm(mg.randn(2, 12)).sum()  # holds model.norm's weight, near the end of the list
     with pytest.raises(RuntimeError, match=r"\[Module.to\] a live graph still needs"):
         model.to(mg.float64)
-    assert {p.dtype for p in model.parameters()} == {mg.float32}         # not half of them
+    assert {p.dtype for p in model.parameters()} == {mg.float32}  # not half of them
     loss.backward()
     model.to(mg.float64)
 
@@ -710,7 +805,7 @@ def test_deepcopy_is_independent(rng):
     twin = copy.deepcopy(model)
     assert twin(ids).numpy().tobytes() == model(ids).numpy().tobytes()
     mine, others = dict(model.named_parameters()), dict(twin.named_parameters())
-    assert mine.keys() == others.keys()                  # a tied or shared parameter stays shared
+    assert mine.keys() == others.keys()  # a tied or shared parameter stays shared
     before = model(ids).numpy()
     for path, p in others.items():
         assert p is not mine[path] and isinstance(p, nn.Parameter) and p.requires_grad
@@ -724,7 +819,8 @@ def test_deepcopy_is_independent(rng):
 def test_repr_can_be_read():
     assert repr(nn.Sequential(nn.Linear(2, 3), nn.Dropout(0.1), nn.LayerNorm(3, bias=False))) == (
         "Sequential(\n  0: Linear(\n    weight: Parameter(2, 3)\n    bias: Parameter(3,)\n  )\n  1: Dropout()\n"
-        "  2: LayerNorm(\n    weight: Parameter(3,)\n  )\n)")
+        "  2: LayerNorm(\n    weight: Parameter(3,)\n  )\n)"
+    )
     assert "scale: buffer(2,)" in repr(Everything())
 
 
@@ -757,14 +853,21 @@ def test_a_state_that_does_not_fit_changes_nothing_and_names_it_all():
     state |= {"extra": mg.zeros(1), "head.weight": mg.zeros(12, 11), "norm.bias": mg.zeros(13), "position.weight": 3.0}
     with pytest.raises(ValueError, match=r"\[load_state_dict\].*Transformer") as error:
         model.load_state_dict(state)
-    for part in ("missing norm.weight", "missing blocks.1.mlp.up.bias", "unknown extra", "unknown head.weight",
-                 "misshapen norm.bias: (13,)", "(12,)", "misshapen position.weight"):
+    for part in (
+        "missing norm.weight",
+        "missing blocks.1.mlp.up.bias",
+        "unknown extra",
+        "unknown head.weight",
+        "misshapen norm.bias: (13,)",
+        "(12,)",
+        "misshapen position.weight",
+    ):
         assert part in str(error.value)
-    assert "embedding" not in str(error.value)           # what fits is not named
+    assert "embedding" not in str(error.value)  # what fits is not named
     for path, x in model.state_dict().items():
         assert x.numpy().tobytes() == before[path].tobytes()
     with pytest.raises(ValueError, match="misshapen norm.bias"):
-        model.load_state_dict(state, strict=False)       # missing and unknown are allowed, a wrong shape never
+        model.load_state_dict(state, strict=False)  # missing and unknown are allowed, a wrong shape never
     del state["norm.bias"], state["position.weight"]
     model.load_state_dict(state, strict=False)
     assert (model.embedding.weight.numpy() == 0.0).all() and (model.norm.weight.numpy() == 1.0).all()
@@ -781,7 +884,7 @@ def test_entries_that_are_not_numbers_change_nothing():
 def test_loaded_values_are_cast_and_copied():
     model, given = nn.Linear(2, 2, bias=False), np.ones((2, 2))
     model.load_state_dict({"weight": given})
-    assert model.weight.dtype == mg.float32              # the module's dtype stays
+    assert model.weight.dtype == mg.float32  # the module's dtype stays
     given[:] = 7.0
     assert (model.weight.numpy() == 1.0).all()
 

@@ -4,10 +4,13 @@ One adaptor an operator turns ONNX's inputs and attributes into public functions
 shape and dtype ONNX expects and agree at the case's own tolerance, which is rtol 1e-3 and atol 1e-7 in all of them.
 The `_expanded` variants are left out, for one reason: they are the same data and the same outputs, with the node
 spelled as a graph of smaller ONNX operators, so they would test a graph interpreter that minigrad does not have.
+No case has attention sinks: ONNX knows none yet. A mean over class weights, a log-likelihood without its softmax, a
+class axis that is not the last, and a norm over several axes are compositions of public functions in the adaptors.
 """
 
 import contextlib
 import importlib
+import os
 import warnings
 from collections import Counter
 
@@ -18,7 +21,7 @@ from conftest import or_skip
 import minigrad as mg
 import minigrad.functional as F
 
-VERSION = "1.23"                                         # of onnx, which `COUNTS` and `EXCEPTED` speak of
+VERSION = "1.23"                                         # of onnx, which the tables below speak of
 COUNTS = {"Attention": 88, "Softmax": 7, "LogSoftmax": 7, "RotaryEmbedding": 8, "RMSNormalization": 19, "Gelu": 4,
           "LayerNormalization": 19, "Swish": 1, "SoftmaxCrossEntropyLoss": 34, "NegativeLogLikelihoodLoss": 18}
 BFLOAT16 = "bfloat16: NumPy has no such type and minigrad computes in none yet"
@@ -32,6 +35,13 @@ MODULES = {"Attention": "attention", "Softmax": "softmax", "LogSoftmax": "logsof
            "NegativeLogLikelihoodLoss": "negativeloglikelihoodloss"}
 
 
+# Composed attention rounds to float16 after each line of A.10, which costs accuracy: its outputs are up to 0.8 units in
+# the last place from the exact ones (float64), ONNX's own up to 1.4, and on one element of 192 they are 2 apart, 2^-9.
+# With MINIGRAD_COMPOSED the softmax too is spelled out in float16, as e^(x - lse), and that is up to 6 units.
+TWO_UNITS = {"test_attention_4d_causal_fp16": 2.0**-9}
+ALL_COMPOSED = os.environ.get("MINIGRAD_COMPOSED", "") not in ("", "0")
+
+
 def node_cases():
     """The cases of the operators above by name; none without onnx. Importing a module of onnx makes its cases."""
     try:
@@ -40,7 +50,7 @@ def node_cases():
         return {}
     state = np.random.get_state()                        # noqa: NPY002  (onnx draws from the global stream)
     with warnings.catch_warnings():
-        warnings.filterwarnings("ignore", category=DeprecationWarning, module=r"onnx(\.|$)")  # onnx's, of its own helpers
+        warnings.simplefilter("ignore")                  # what onnx does while it makes its data is its own affair
         for module in MODULES.values():
             np.random.seed(0)                            # each module alone: its data depend on no other
             importlib.import_module(f"{node.__name__}.{module}")
@@ -83,9 +93,8 @@ def attention(q, k, v, attn_mask=None, past_key=None, past_value=None, nonpad_kv
         attn_mask = F.pad(attn_mask, width, constant_values=hide)
         seen, bias = (attn_mask, None) if attn_mask.dtype == bool else (None, attn_mask)
     if nonpad_kv_seqlen is not None:
-        lengths = nonpad_kv_seqlen.reshape(-1, 1, 1, 1)
-        seen = F.visible_set(t, s, mask=np.arange(s) < lengths if seen is None else seen & (np.arange(s) < lengths))
-        offset = lengths - t
+        seen = F.padding_mask(nonpad_kv_seqlen, s) & (True if seen is None else seen)
+        offset = nonpad_kv_seqlen.reshape(-1, 1, 1, 1) - t
     left, right = left_window_size, 0 if is_causal else right_window_size
     if np.ndim(offset) or right > 0 and right != left or left >= 0 and right < 0:
         seen = band(left, right, t, s, offset, seen)     # an offset per sample, or a lopsided window: a mask
@@ -115,8 +124,7 @@ def band(left, right, t, s, offset, mask=None):
     if right >= 0:
         mask = F.visible_set(t, s, mask, causal=True, query_offset=offset + right)
     if left >= 0:
-        mask = F.visible_set(t, s, ~F.visible_set(t, s, causal=True, query_offset=offset - left - 1)
-                             if mask is None else mask & ~F.visible_set(t, s, causal=True, query_offset=offset - left - 1))
+        mask = ~F.visible_set(t, s, causal=True, query_offset=offset - left - 1) & (True if mask is None else mask)
     return mask
 
 
@@ -186,16 +194,22 @@ def run(case, **extra):
     for inputs, expected in case.data_sets:
         given = iter(inputs)
         given = [next(given) if name else None for name in node.input]
-        given = [mg.tensor(x, requires_grad=True) if x is not None and x.dtype.kind == "f" else x for x in given]
+        given = [x if x is None or x.dtype.kind in "biu" else mg.tensor(x, requires_grad=True) for x in given]
         y = ADAPTORS[node.op_type](*given, **attributes, **extra)
         yield dict(zip(node.input, given)), y if isinstance(y, (tuple, list)) else [y], expected
 
 
-def agrees(case, came, expected):
+def agrees(case, came, expected, rtol=None):
     assert len(came) >= len(expected)                    # an adaptor may return optional outputs nobody asked for
     for y, wanted in zip(came, expected):
         assert (y.shape, y.dtype) == (wanted.shape, wanted.dtype)
-        np.testing.assert_allclose(y.numpy(), wanted, rtol=case.rtol, atol=case.atol)
+        if wanted.dtype.name == "bfloat16":              # as ONNX's own runner compares them
+            y, wanted, rtol = y.to(mg.float32), wanted.astype(np.float32), 2.0**-6
+        np.testing.assert_allclose(y.numpy(), wanted, rtol=rtol or case.rtol, atol=case.atol)
+
+
+def dtype(name):
+    return CASES[name].data_sets[0][0][0].dtype.name
 
 
 def named(op):
@@ -204,14 +218,22 @@ def named(op):
             and name not in EXCEPTED] or ["all"]
 
 
-@pytest.mark.parametrize("implementation", ["composed", "fused", "tiled"])
-@pytest.mark.parametrize("name", named("Attention"))
-def test_attention(name, implementation):
+def check_attention(name, implementation, rtol=None):
     for inputs, came, expected in run(CASES[name], implementation=implementation):
-        agrees(CASES[name], came, expected)
+        agrees(CASES[name], came, expected, rtol)
         came[0].sum().backward()
         for x in inputs.values():                        # no row, not even a fully masked one, breaks the backward
             assert not isinstance(x, mg.Tensor) or x.grad is None or np.isfinite(x.grad.numpy()).all()
+
+
+IMPLEMENTATIONS = ["composed", "fused", "tiled"]
+
+
+@pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
+@pytest.mark.parametrize("name", named("Attention"))
+def test_attention(name, implementation):
+    rtol = TWO_UNITS.get(name) if implementation == "composed" else None
+    check_attention(name, implementation, 2.0**-8 if ALL_COMPOSED and dtype(name) == "float16" else rtol)
 
 
 @pytest.mark.parametrize("plain", [False, True], ids=["kernel", "composed"])
@@ -222,19 +244,28 @@ def test_other(name, plain):
             agrees(CASES[name], came, expected)
 
 
+@pytest.fixture
+def onnx_of_the_table(onnx):
+    if not onnx.__version__.startswith(VERSION):
+        pytest.skip(f"onnx is {onnx.__version__}: not checked: the tables of this file, which speak of {VERSION}")
+
+
 @pytest.mark.parametrize("name", EXCEPTED)
-def test_no_exception_is_stale(name, onnx):
-    """An excepted case exists and still has what it is excepted for. (A reason that has gone is a case to run.)"""
-    if not onnx.__version__.startswith(VERSION):
-        pytest.skip(f"onnx is {onnx.__version__}, the table speaks of {VERSION}: not checked: its exceptions")
-    reasons = {BFLOAT16: lambda case: any(x.dtype.name == "bfloat16" for x in case.data_sets[0][0])}
-    assert name in CASES
-    assert reasons[EXCEPTED[name]](CASES[name])
+def test_no_exception_is_stale(name, onnx_of_the_table):
+    """An excepted case exists, is what its reason says, and does fail: once all of it passes, it is a case to run."""
+    assert EXCEPTED[name] == BFLOAT16 and dtype(name) == "bfloat16"
+    with pytest.raises((AssertionError, TypeError)):
+        for implementation in IMPLEMENTATIONS:
+            check_attention(name, implementation)
 
 
-def test_counts_are_what_this_file_says(onnx):
-    if not onnx.__version__.startswith(VERSION):
-        pytest.skip(f"onnx is {onnx.__version__}, the table speaks of {VERSION}: not checked: the number of its cases")
+@pytest.mark.parametrize("name", TWO_UNITS)
+def test_no_looser_tolerance_is_stale(name, onnx_of_the_table):
+    with pytest.raises(AssertionError):
+        check_attention(name, "composed")
+
+
+def test_counts_are_what_this_file_says(onnx_of_the_table):
     ran = Counter(CASES[name].model.graph.node[0].op_type for name in CASES if name not in EXCEPTED)
     assert ran == COUNTS
     assert len(CASES) - len(EXCEPTED) == sum(COUNTS.values())

@@ -37,7 +37,7 @@ AGAINST = {
     "sgd nesterov": ("SGD", "SGD", dict(lr=0.1, momentum=0.8, nesterov=True, weight_decay=0.1)),
     "adam": ("Adam", "Adam", dict(lr=0.05)),
     "adam L2": ("Adam", "Adam", dict(lr=0.05, betas=(0.7, 0.95), eps=1e-3, weight_decay=0.3)),
-    "adamw": ("AdamW", "AdamW", dict(lr=0.05)),              # also: the default weight decay is 0.01
+    "adamw": ("AdamW", "AdamW", dict(lr=0.05)),  # also: the default weight decay is 0.01
     "adamw set": ("AdamW", "AdamW", dict(lr=0.05, betas=(0.7, 0.95), eps=1e-3, weight_decay=0.3)),
 }
 
@@ -45,8 +45,8 @@ AGAINST = {
 @pytest.mark.parametrize("dtype, tol", [(np.float64, 1e-13), (np.float32, 2e-6)], ids=["float64", "float32"])
 @pytest.mark.parametrize("ours, theirs, settings", AGAINST.values(), ids=AGAINST)
 def test_fifty_steps_as_torch(torch, rng, ours, theirs, settings, dtype, tol):
-    """The learning rate changes on the way and one gradient is missing at times. float32: some 50 roundings of 6e-8 in values
-    of up to about 5."""
+    """The learning rate changes on the way and one gradient is missing at times. float32: some 50 roundings of
+    6e-8 in values of up to about 5."""
     params = params_of(rng, dtype)
     others = [torch.nn.Parameter(torch.from_numpy(p.numpy())) for p in params]
     optimizer, other = getattr(optim, ours)(params, **settings), getattr(torch.optim, theirs)(others, **settings)
@@ -68,10 +68,13 @@ def test_fifty_steps_as_torch(torch, rng, ours, theirs, settings, dtype, tol):
 @pytest.mark.parametrize("nesterov", [True, False])
 @pytest.mark.parametrize("shape", [(4, 6), (6, 4), (16, 16)])
 def test_muon_as_torch(torch, rng, shape, nesterov):
-    """PyTorch stores (out, in), so both weight and gradient are transposed. It runs Newton-Schulz in bfloat16, with 8 bits:
-    every entry of the orthogonal matrix is off by up to about 2^-8 of it, times the factor of near 3.4 by which each step
-    stretches errors. Here each step moves an entry by up to lr = 0.02, so 20 steps may differ by 20 lr 0.03 at the most."""
-    p, settings = nn.Parameter(rng.normal(size=shape).astype(np.float32)), dict(lr=0.02, weight_decay=0.1, nesterov=nesterov)
+    """PyTorch stores (out, in), so weight and gradient are transposed. It runs Newton-Schulz in bfloat16, whose 8 bits
+    are off by up to 2^-9 at each of its 15 products: a percent or so of an entry that moves by lr = 0.02 a step, 20
+    times. Over 48 such runs the largest difference was 0.0027; a wrong factor or momentum moves entries by far more."""
+    p, settings = (
+        nn.Parameter(rng.normal(size=shape).astype(np.float32)),
+        dict(lr=0.02, weight_decay=0.1, nesterov=nesterov),
+    )
     start = p.numpy()
     q = torch.nn.Parameter(torch.from_numpy(p.numpy().T.copy()))
     optimizer, other = optim.Muon([p], **settings), torch.optim.Muon([q], **settings)
@@ -80,12 +83,12 @@ def test_muon_as_torch(torch, rng, shape, nesterov):
         q.grad = torch.from_numpy(p.grad.numpy().T.copy())
         optimizer.step()
         other.step()
-    assert np.abs(p.numpy() - q.detach().numpy().T).max() < 20 * 0.02 * 0.03
-    assert np.abs(p.numpy() - start).max() > 10 * 20 * 0.02 * 0.03 / 2       # it went much further than that
+    assert np.abs(p.numpy() - q.detach().numpy().T).max() < 0.006
+    assert np.abs(p.numpy() - start).max() > 0.1
 
 
 def test_muon_is_its_formula(rng):
-    """In float64 against the formula, with the orthogonal matrix from the same polynomial applied to singular values."""
+    """In float64 against the formula, the polynomial of Newton-Schulz applied to the singular values."""
     p = nn.Parameter(rng.normal(size=(3, 5)))
     w, b = p.numpy(), np.zeros((3, 5))
     optimizer = optim.Muon([p], lr=0.1, weight_decay=0.2, momentum=0.9)
@@ -112,7 +115,7 @@ def test_orthogonalize_brings_singular_values_near_one(rng, shape):
     diagonal = u.T @ x @ vt.T
     assert np.abs(diagonal - np.diag(np.diag(diagonal))).max() < 1e-10
     assert (np.diag(diagonal) > 0.5).all() and (np.diag(diagonal) < 1.5).all()
-    assert (orthogonalize(np.zeros(shape)) == 0.0).all()     # no NaN from 0 / 0
+    assert (orthogonalize(np.zeros(shape)) == 0.0).all()  # no NaN from 0 / 0
 
 
 def test_lion_is_its_formula(rng):
@@ -132,7 +135,7 @@ def test_lion_is_its_formula(rng):
 @pytest.mark.parametrize("dtype, tol", [(np.float64, 1e-14), (np.float32, 1e-6)], ids=["float64", "float32"])
 @pytest.mark.parametrize("kind", ["Adam", "AdamW"])
 def test_adam_kernel_equals_the_plain_formula(rng, kind, dtype, tol):
-    """The kernel makes one pass over blocks; `composed` runs the formula as it is written. 300 x 400 spans several blocks."""
+    """The kernel makes one pass over blocks; `composed` runs the formula as written. 300 x 400 spans several."""
     start = rng.normal(size=(300, 400)).astype(dtype)
     ends = []
     for plain in (False, True):
@@ -178,12 +181,12 @@ def test_scalars_and_empty_parameters_are_updated(rng):
 def test_groups_have_their_own_settings(rng):
     a, b = params_of(rng, shapes=[(3,), (3,)])
     start = a.numpy(), b.numpy()
-    optimizer = optim.SGD([{"params": [a], "lr": 0.5}, {"params": b}], lr=0.1)       # a single Tensor is a list of one
+    optimizer = optim.SGD([{"params": [a], "lr": 0.5}, {"params": b}], lr=0.1)  # a single Tensor is a list of one
     set_grads([a, b], 0)
     optimizer.step()
     np.testing.assert_allclose(a.numpy(), start[0] - 0.5 * a.grad.numpy(), rtol=1e-15)
     np.testing.assert_allclose(b.numpy(), start[1] - 0.1 * b.grad.numpy(), rtol=1e-15)
-    optimizer.param_groups[1]["lr"] = 0.0                    # set between steps
+    optimizer.param_groups[1]["lr"] = 0.0  # set between steps
     before = b.numpy()
     optimizer.step()
     assert (b.numpy() == before).all() and (a.numpy() != start[0]).all()
@@ -208,7 +211,7 @@ def test_parameters_without_a_gradient_are_passed_over(rng):
     before = bits(params)
     optimizer = optim.AdamW(params, lr=0.1, weight_decay=0.5)
     optimizer.step()
-    assert bits(params) == before and not optimizer.state    # not even decay
+    assert bits(params) == before and not optimizer.state  # not even decay
     set_grads(params[:1], 0)
     optimizer.step()
     assert bits(params)[0] != before[0] and bits(params)[1:] == before[1:]
@@ -220,30 +223,39 @@ LEAF = nn.Parameter(np.ones(2, np.float32))
 MATRIX = nn.Parameter(np.ones((2, 2), np.float32))
 
 
-@pytest.mark.parametrize("make, message", [
-    (lambda: optim.SGD([]), r"\[SGD\] there are no parameters"),
-    (lambda: optim.SGD([{"params": []}]), r"\[SGD\] there are no parameters"),
-    (lambda: optim.AdamW([LEAF, LEAF]), r"\[AdamW\].*shape \(2,\) is given twice"),
-    (lambda: optim.AdamW([{"params": [LEAF]}, {"params": [LEAF]}]), r"given twice"),
-    (lambda: optim.AdamW([LEAF * 2.0]), r"\[AdamW\] optimises leaf Tensors"),
-    (lambda: optim.AdamW([np.ones(2)]), r"\[AdamW\] optimises leaf Tensors.*\(2,\) float64"),
-    (lambda: optim.AdamW([{"params": [LEAF], "momentum": 0.9}]), r"\[AdamW\] a group has params and .*betas.*got momentum"),
-    (lambda: optim.AdamW([{"lr": 0.1}]), r'\[AdamW\] a group is a dict with "params"'),
-    (lambda: optim.AdamW([{"params": [LEAF]}, MATRIX]), r'\[AdamW\] a group is a dict with "params": got \(2, 2\) float32'),
-    (lambda: optim.AdamW([LEAF], lr=-0.1), r"\[AdamW\] lr is at least 0: got -0.1"),
-    (lambda: optim.AdamW([LEAF], lr=math.nan), r"\[AdamW\] lr is at least 0: got nan"),
-    (lambda: optim.AdamW([LEAF], weight_decay=-1.0), r"weight_decay is at least 0"),
-    (lambda: optim.AdamW([LEAF], eps=-1e-8), r"eps is at least 0"),
-    (lambda: optim.AdamW([LEAF], betas=(0.9, 1.0)), r"betas are in \[0, 1\): got \(0.9, 1.0\)"),
-    (lambda: optim.AdamW([{"params": [LEAF], "lr": -1.0}]), r"lr is at least 0: got -1.0"),
-    (lambda: optim.SGD([LEAF], momentum=-0.5), r"momentum is at least 0"),
-    (lambda: optim.SGD([LEAF], nesterov=True), r"\[SGD\] nesterov needs a momentum"),
-    (lambda: optim.SGD([{"params": [LEAF], "nesterov": True}]), r"\[SGD\] nesterov needs a momentum"),
-    (lambda: optim.Muon([MATRIX, LEAF]), r"\[Muon\].*AdamW: got a parameter of shape \(2,\)"),
-    (lambda: clip_grad_norm_([LEAF], -1.0), r"\[clip_grad_norm_\] max_norm is at least 0: got -1.0"),
-    (lambda: optim.cosine_schedule(0.1, 10, warmup=11), r"\[schedule\].*warmup <= steps"),
-    (lambda: optim.linear_schedule(0.1, 10, min_lr=0.2), r"\[schedule\].*min_lr <= lr"),
-])
+@pytest.mark.parametrize(
+    "make, message",
+    [
+        (lambda: optim.SGD([]), r"\[SGD\] there are no parameters"),
+        (lambda: optim.SGD([{"params": []}]), r"\[SGD\] there are no parameters"),
+        (lambda: optim.AdamW([LEAF, LEAF]), r"\[AdamW\].*shape \(2,\) is given twice"),
+        (lambda: optim.AdamW([{"params": [LEAF]}, {"params": [LEAF]}]), r"given twice"),
+        (lambda: optim.AdamW([LEAF * 2.0]), r"\[AdamW\] optimises leaf Tensors"),
+        (lambda: optim.AdamW([np.ones(2)]), r"\[AdamW\] optimises leaf Tensors.*\(2,\) float64"),
+        (
+            lambda: optim.AdamW([{"params": [LEAF], "momentum": 0.9}]),
+            r"\[AdamW\] a group has params and .*betas.*got momentum",
+        ),
+        (lambda: optim.AdamW([{"lr": 0.1}]), r'\[AdamW\] a group is a dict with "params"'),
+        (
+            lambda: optim.AdamW([{"params": [LEAF]}, MATRIX]),
+            r'\[AdamW\] a group is a dict with "params": got \(2, 2\) float32',
+        ),
+        (lambda: optim.AdamW([LEAF], lr=-0.1), r"\[AdamW\] lr is at least 0: got -0.1"),
+        (lambda: optim.AdamW([LEAF], lr=math.nan), r"\[AdamW\] lr is at least 0: got nan"),
+        (lambda: optim.AdamW([LEAF], weight_decay=-1.0), r"weight_decay is at least 0"),
+        (lambda: optim.AdamW([LEAF], eps=-1e-8), r"eps is at least 0"),
+        (lambda: optim.AdamW([LEAF], betas=(0.9, 1.0)), r"betas are in \[0, 1\): got \(0.9, 1.0\)"),
+        (lambda: optim.AdamW([{"params": [LEAF], "lr": -1.0}]), r"lr is at least 0: got -1.0"),
+        (lambda: optim.SGD([LEAF], momentum=-0.5), r"momentum is at least 0"),
+        (lambda: optim.SGD([LEAF], nesterov=True), r"\[SGD\] nesterov needs a momentum"),
+        (lambda: optim.SGD([{"params": [LEAF], "nesterov": True}]), r"\[SGD\] nesterov needs a momentum"),
+        (lambda: optim.Muon([MATRIX, LEAF]), r"\[Muon\].*AdamW: got a parameter of shape \(2,\)"),
+        (lambda: clip_grad_norm_([LEAF], -1.0), r"\[clip_grad_norm_\] max_norm is at least 0: got -1.0"),
+        (lambda: optim.cosine_schedule(0.1, 10, warmup=11), r"\[schedule\].*warmup <= steps"),
+        (lambda: optim.linear_schedule(0.1, 10, min_lr=0.2), r"\[schedule\].*min_lr <= lr"),
+    ],
+)
 def test_invalid_settings_say_what_is_wrong(make, message):
     with pytest.raises((ValueError, TypeError), match=message):
         make()
@@ -265,14 +277,14 @@ def test_a_step_under_a_live_graph_is_reported_by_its_backward(rng, make):
     with pytest.raises(RuntimeError, match=r"\[matmul\].*written in place"):
         stale.backward()
     assert x.grad is None
-    (x @ w).sum().backward()                                 # a new graph is fine
+    (x @ w).sum().backward()  # a new graph is fine
     np.testing.assert_allclose(x.grad.numpy(), np.ones((2, 3)) @ w.numpy().T, rtol=1e-14)
 
 
 def test_a_step_under_a_live_graph_through_a_view_is_reported(rng):
     w = nn.Parameter(rng.normal(size=(3, 3)))
     x = mg.tensor(rng.normal(size=(2, 3)), requires_grad=True)
-    stale = (x @ w.T[:, :2]).sum()                           # what the graph kept is a view of w
+    stale = (x @ w.T[:, :2]).sum()  # what the graph kept is a view of w
     w.grad = mg.ones_like(w)
     optim.SGD([w], lr=0.1).step()
     with pytest.raises(RuntimeError, match="written in place"):
@@ -280,7 +292,7 @@ def test_a_step_under_a_live_graph_through_a_view_is_reported(rng):
 
 
 def test_a_step_writes_where_the_user_holds_the_raw_array(rng):
-    """`p.data` taken earlier is the same memory; while a graph needs it the user may not write there, the optimiser does."""
+    """`p.data` taken earlier is the same memory; while a graph needs it the optimiser may write, the user not."""
     w = nn.Parameter(rng.normal(size=(3, 3)))
     raw = w.data
     live = (w * w).sum()
@@ -304,7 +316,7 @@ def test_clip_grad_norm_as_torch(torch, rng, scale, dtype, tol):
     set_grads(params, 0, 1.0 if math.isinf(scale) else scale)
     if math.isinf(scale):
         params[1].grad = mg.tensor(np.array([math.inf, 1, 1, 1, 1, 1], dtype))
-    params.append(nn.Parameter(np.ones(2, dtype)))           # has no gradient
+    params.append(nn.Parameter(np.ones(2, dtype)))  # has no gradient
     before = [p.grad.numpy() for p in params[:3]]
     others = [torch.nn.Parameter(torch.from_numpy(p.numpy())) for p in params]
     for p, q in zip(params[:3], others):
@@ -314,7 +326,7 @@ def test_clip_grad_norm_as_torch(torch, rng, scale, dtype, tol):
     assert norm.dtype == dtype and norm.shape == ()
     for p, q in zip(params[:3], others):
         np.testing.assert_allclose(p.grad.numpy(), q.grad.numpy(), rtol=10 * tol)
-    if scale == 1e-3:                                        # a norm of 0.1, below the limit: not a bit changes
+    if scale == 1e-3:  # a norm of 0.1, below the limit: not a bit changes
         assert [b.tobytes() for b in before] == [p.grad.numpy().tobytes() for p in params[:3]]
 
 
@@ -322,7 +334,7 @@ def test_clip_grad_norm_takes_one_tensor_and_none():
     p = nn.Parameter(np.zeros(2))
     assert clip_grad_norm_([p], 1.0).item() == 0.0 and clip_grad_norm_([], 1.0).item() == 0.0
     p.grad = mg.tensor(np.array([3.0, 4.0]))
-    assert clip_grad_norm_(p, 1.0).item() == 5.0             # 3, 4, 5
+    assert clip_grad_norm_(p, 1.0).item() == 5.0  # 3, 4, 5
     np.testing.assert_allclose(p.grad.numpy(), [0.6, 0.8], rtol=1e-6)
 
 
@@ -332,7 +344,7 @@ def test_clip_grad_norm_may_refuse_what_is_not_finite(bad):
     p.grad = mg.tensor(np.array([bad, 1.0]))
     with pytest.raises(FloatingPointError, match=rf"norm of the gradients is {bad}"):
         clip_grad_norm_([p], 1.0, error_if_nonfinite=True)
-    assert p.grad.tolist()[1] == 1.0                         # nothing scaled
+    assert p.grad.tolist()[1] == 1.0  # nothing scaled
 
 
 # --- schedules ------------------------------------------------------------------------------------------------------
@@ -353,9 +365,9 @@ def test_cosine_schedule_is_nanogpts():
     schedule = optim.cosine_schedule(lr, steps, warmup, min_lr)
     for it in (0, 1, 50, 99, 100, 101, 1000, 1050, 1999, 2000, 2001, 5000):
         assert schedule(it) == pytest.approx(get_lr(it), rel=1e-14)
-    assert schedule(0) == pytest.approx(lr / 101)            # the first step is not lost on a rate of 0
+    assert schedule(0) == pytest.approx(lr / 101)  # the first step is not lost on a rate of 0
     assert schedule(100) == lr
-    assert schedule(1050) == pytest.approx((lr + min_lr) / 2)        # half way
+    assert schedule(1050) == pytest.approx((lr + min_lr) / 2)  # half way
     assert schedule(2000) == pytest.approx(min_lr)
 
 
@@ -365,14 +377,19 @@ def test_linear_and_constant_schedules():
     constant = optim.constant_schedule(0.5, warmup=4)
     assert [constant(s) for s in (0, 3, 4, 1000)] == pytest.approx([0.1, 0.4, 0.5, 0.5])
     assert optim.constant_schedule(0.5)(0) == 0.5
-    assert [optim.cosine_schedule(1.0, 0)(s) for s in (0, 5)] == [1.0, 0.0]      # no steps: no division by 0
+    assert [optim.cosine_schedule(1.0, 0)(s) for s in (0, 5)] == [1.0, 0.0]  # no steps: no division by 0
 
 
 # --- state ------------------------------------------------------------------------------------------------------------
 
-EVERY = {"sgd": (optim.SGD, dict(lr=0.1)), "momentum": (optim.SGD, dict(lr=0.1, momentum=0.9, nesterov=True)),
-         "adam": (optim.Adam, dict(lr=0.01, weight_decay=0.1)), "adamw": (optim.AdamW, dict(lr=0.01, betas=(0.8, 0.9))),
-         "lion": (optim.Lion, dict(lr=0.01)), "muon": (optim.Muon, dict(lr=0.01, ns_steps=3))}
+EVERY = {
+    "sgd": (optim.SGD, dict(lr=0.1)),
+    "momentum": (optim.SGD, dict(lr=0.1, momentum=0.9, nesterov=True)),
+    "adam": (optim.Adam, dict(lr=0.01, weight_decay=0.1)),
+    "adamw": (optim.AdamW, dict(lr=0.01, betas=(0.8, 0.9))),
+    "lion": (optim.Lion, dict(lr=0.01)),
+    "muon": (optim.Muon, dict(lr=0.01, ns_steps=3)),
+}
 
 
 @pytest.mark.parametrize("dtype", [np.float32, np.float64])
@@ -386,7 +403,7 @@ def test_a_state_through_a_file_resumes_bit_for_bit(rng, tmp_path, make, setting
     for step in range(10):
         for params, optimizer in ((whole, one), (parts, first)):
             set_grads(params, step)
-            params[2].grad = None                            # one parameter has no state
+            params[2].grad = None  # one parameter has no state
             optimizer.param_groups[0]["lr"] = 0.01 * (step + 1)
             if step < 5 or optimizer is one:
                 optimizer.step()
@@ -394,7 +411,9 @@ def test_a_state_through_a_file_resumes_bit_for_bit(rng, tmp_path, make, setting
     second = make(parts, **{**settings, "lr": 123.0, "weight_decay": 0.77})
     second.load_state_dict(mg.load(tmp_path / "o.safetensors"))
     assert second.param_groups[0] == first.param_groups[0]
-    assert {k: type(v) for k, v in second.param_groups[0].items()} == {k: type(v) for k, v in first.param_groups[0].items()}
+    assert {k: type(v) for k, v in second.param_groups[0].items()} == {
+        k: type(v) for k, v in first.param_groups[0].items()
+    }
     assert set(second.state) == {0, 1}
     for step in range(5, 10):
         set_grads(parts, step)
@@ -432,17 +451,34 @@ def test_a_state_that_does_not_fit_changes_nothing_and_names_it_all(rng):
     before = {name: x.numpy().copy() for name, x in optimizer.state_dict().items()}
     state = dict(optimizer.state_dict())
     del state["group.0.lr"], state["state.1.exp_avg"]
-    state |= {"state.0.exp_avg_sq": mg.zeros(6, 4), "state.2.momentum_buffer": mg.zeros(3, 2), "state.9.step": mg.tensor(3),
-              "group.4.lr": mg.tensor(0.1), "group.0.betas": mg.tensor([0.1, 0.2, 0.3]), "group.0.params": mg.tensor(0),
-              "state.2.step": mg.tensor([1, 2]), "nonsense": mg.zeros(1), "group.0.eps": mg.zeros(0)}
+    state |= {
+        "state.0.exp_avg_sq": mg.zeros(6, 4),
+        "state.2.momentum_buffer": mg.zeros(3, 2),
+        "state.9.step": mg.tensor(3),
+        "group.4.lr": mg.tensor(0.1),
+        "group.0.betas": mg.tensor([0.1, 0.2, 0.3]),
+        "group.0.params": mg.tensor(0),
+        "state.2.step": mg.tensor([1, 2]),
+        "nonsense": mg.zeros(1),
+        "group.0.eps": mg.zeros(0),
+    }
     with pytest.raises(ValueError, match=r"\[load_state_dict\].*AdamW") as error:
         optimizer.load_state_dict(state)
-    for part in ("missing group.0.lr", "missing state.1.exp_avg", "misshapen state.0.exp_avg_sq: (6, 4) for (4, 6)",
-                 "unknown state.2.momentum_buffer", "unknown state.9.step", "unknown group.4.lr",
-                 "misshapen group.0.betas: (3,) for (2,)", "unknown group.0.params", "misshapen state.2.step", "unknown nonsense",
-                 "misshapen group.0.eps"):
+    for part in (
+        "missing group.0.lr",
+        "missing state.1.exp_avg",
+        "misshapen state.0.exp_avg_sq: (6, 4) for (4, 6)",
+        "unknown state.2.momentum_buffer",
+        "unknown state.9.step",
+        "unknown group.4.lr",
+        "misshapen group.0.betas: (3,) for (2,)",
+        "unknown group.0.params",
+        "misshapen state.2.step",
+        "unknown nonsense",
+        "misshapen group.0.eps",
+    ):
         assert part in str(error.value)
     after = optimizer.state_dict()
     assert after.keys() == before.keys() and all(after[k].numpy().tobytes() == before[k].tobytes() for k in before)
     with pytest.raises(ValueError, match="momentum_buffer"):
-        optim.SGD(params, momentum=0.9).load_state_dict(before)      # another optimiser's state
+        optim.SGD(params, momentum=0.9).load_state_dict(before)  # another optimiser's state

@@ -5,5 +5,5 @@ from minigrad.nn.layers import GELU, MLP, Dropout, Embedding, LayerNorm, Linear,
 from minigrad.nn.module import Module, ModuleList, Parameter, Sequential
 from minigrad.nn.transformer import Transformer, TransformerBlock, TransformerConfig
 
-__all__ = ["GELU", "MLP", "Dropout", "Embedding", "LayerNorm", "Linear", "Module", "ModuleList", "MultiheadAttention", "Parameter",
-           "RMSNorm", "Sequential", "SwiGLU", "Transformer", "TransformerBlock", "TransformerConfig"]
+__all__ = ["GELU", "MLP", "Dropout", "Embedding", "LayerNorm", "Linear", "Module", "ModuleList", "MultiheadAttention",
+           "Parameter", "RMSNorm", "Sequential", "SwiGLU", "Transformer", "TransformerBlock", "TransformerConfig"]

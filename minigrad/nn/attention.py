@@ -15,8 +15,8 @@ class MultiheadAttention(Module):
 
     forward(x (B, T, C), context=None (B, S, C), attn_mask=None) -> (B, T, C). Queries come from x, keys and values from
     context (cross-attention) or x. attn_mask: bool, **True = may be seen**, or float, added; broadcastable to
-    (B, n_heads, T, S). rope: rotary positions with base 10000, or the base given. qk_norm: RMSNorm of every head's q and k.
-    window: only the last `window` keys. One product makes q, k and v: heads are views of its columns.
+    (B, n_heads, T, S). rope: rotary positions with base 10000, or the base given. qk_norm: RMSNorm of every head's q
+    and k. window: only the last `window` keys. One product makes q, k and v: heads are views of its columns.
     """
 
     def __init__(self, d_model: int, n_heads: int, n_kv_heads: int | None = None, rope: bool | float = False,

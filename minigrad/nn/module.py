@@ -128,8 +128,8 @@ class Module:
         return {path: x.detach() for path, x in self._named_tensors().items()}
 
     def load_state_dict(self, state: dict[str, Any], strict: bool = True) -> None:
-        """Copy values in by path. If anything does not fit nothing is changed, and the error names every missing, unknown
-        and misshapen entry. strict=False allows missing and unknown ones."""
+        """Copy values in by path. If anything does not fit nothing is changed, and the error names every missing,
+        unknown and misshapen entry. strict=False allows missing and unknown ones."""
         own = self._named_tensors()
         load_checked(type(self).__name__, own, state, strict)
 

@@ -51,7 +51,8 @@ class TransformerConfig:
         for name, allowed in (("norm", ("layer", "rms")), ("position", ("learned", "rope", "none")),
                               ("mlp", ("gelu", "gelu_tanh", "relu", "silu", "swiglu"))):
             if getattr(self, name) not in allowed:
-                raise ValueError(f"[TransformerConfig] {name} is one of {', '.join(allowed)}: got {getattr(self, name)!r}")
+                raise ValueError(f"[TransformerConfig] {name} is one of {', '.join(allowed)}: "
+                                 f"got {getattr(self, name)!r}")
 
     @classmethod
     def llama(cls, **sizes: Any) -> TransformerConfig:
@@ -72,8 +73,9 @@ class TransformerBlock(Module):
     def __init__(self, config: TransformerConfig) -> None:
         c = config
         self.norm1, self.norm2 = _norm(c), _norm(c)
-        self.attention = MultiheadAttention(c.d_model, c.n_heads, c.n_kv_heads, rope=c.position == "rope", qk_norm=c.qk_norm,
-                                            bias=c.bias, causal=True, window=c.window, dropout=c.dropout)
+        self.attention = MultiheadAttention(
+            c.d_model, c.n_heads, c.n_kv_heads, rope=c.position == "rope", qk_norm=c.qk_norm, bias=c.bias, causal=True,
+            window=c.window, dropout=c.dropout)
         self.mlp = (SwiGLU(c.d_model, c.d_ff, c.bias, c.dropout) if c.mlp == "swiglu"
                     else MLP(c.d_model, c.d_ff, c.bias, c.mlp, c.dropout))
         self.dropout = Dropout(c.dropout)
@@ -84,11 +86,11 @@ class TransformerBlock(Module):
 
 
 class Transformer(Module):
-    """Decoder-only: Transformer(config), or Transformer(vocab_size=65, context=64, d_model=128, n_layers=4, n_heads=4, ...).
+    """Decoder-only: Transformer(config), or Transformer(vocab_size=65, context=64, d_model=128, n_layers=4, n_heads=4).
 
     model(ids (B, T)) -> logits (B, T, V); model.loss(ids, targets) -> the mean cross-entropy in nats per token.
-    Starts by GPT-2's rule: normal with deviation 0.02, 0.02/sqrt(2 n_layers) where a branch joins the residual (Radford et
-    al., 2019), biases 0.
+    Starts by GPT-2's rule: normal with deviation 0.02, 0.02/sqrt(2 n_layers) where a branch joins the residual (Radford
+    et al., 2019), biases 0.
     """
 
     def __init__(self, config: TransformerConfig | None = None, **fields: Any) -> None:
@@ -129,8 +131,8 @@ class Transformer(Module):
 
     def generate(self, ids: Any, n: int, temperature: float = 1.0, top_k: int | None = None) -> np.ndarray:
         """`n` further tokens after ids (B, T), one after another: (B, T + n) int64. Each is drawn from
-        softmax(logits / temperature) of the last `context` tokens, from its top_k likeliest if given; temperature 0 takes
-        the likeliest. Randomness is mg.manual_seed's."""
+        softmax(logits / temperature) of the last `context` tokens, from its top_k likeliest if given; temperature 0
+        takes the likeliest. Randomness is mg.manual_seed's."""
         if not temperature >= 0 or (top_k is not None and top_k < 1) or n < 0:
             raise ValueError("[generate] temperature is at least 0, top_k at least 1 and n at least 0: "
                              f"got {temperature}, {top_k}, {n}")
@@ -151,7 +153,7 @@ class Transformer(Module):
 
 
 def _pick(logits: np.ndarray, temperature: float, top_k: int | None) -> np.ndarray:
-    """One token of each row by the Gumbel trick: argmax of logits / temperature - log(-log u) is a draw from softmax."""
+    """One token of each row by the Gumbel trick: argmax of logits / temperature - log(-log u) draws from softmax."""
     if temperature == 0:
         return logits.argmax(axis=-1)[:, None]
     if top_k is not None and top_k < logits.shape[-1]:

@@ -22,8 +22,9 @@ TILED_FROM = 1024 * 1024                                 # "auto" tiles from thi
 def visible_set(t, s, mask=None, causal=False, query_offset=0, window=None, m=np):
     """The visible sets of A.10.1 as one bool array broadcastable to (..., T, S), or None if every key is seen.
 
-    Query i stands at key position p = i + query_offset. Causal: keys j <= p (A.10.6). Window w: with causal only
-    j > p - w, else |p - j| < w. The mask is one more condition.
+    Query i stands at key position p = i + query_offset; the offset is an integer, or an array (B, 1, 1, 1) of one for
+    each sequence. Causal: keys j <= p (A.10.6). Window w: with causal only j > p - w, else |p - j| < w. The mask is one
+    more condition.
     """
     seen = [] if mask is None else [mask]
     if causal or window is not None:
@@ -36,6 +37,38 @@ def visible_set(t, s, mask=None, causal=False, query_offset=0, window=None, m=np
     for part in seen:
         visible = part if visible is None else visible & part
     return visible
+
+
+def document_mask(ids, key_ids=None):
+    """Documents packed into one row do not see each other: ids (*L, T) -> bool (*L, 1, T, S), True where ids agree.
+
+    ids: integers, the document of each query; key_ids (*L, S): of each key, if not the same. A negative id is padding:
+    no query sees it, and it sees nothing, so its rows are empty: empty_rows="zeros" gives them zeros and no gradient.
+    Combines with is_causal and window, and by & with other masks. The mask takes T S bytes; "tiled" skips the tiles
+    that it hides.
+    """
+    ids = _integers("document_mask", ids)
+    keys = ids if key_ids is None else _integers("document_mask", key_ids)
+    if not ids.ndim or not keys.ndim or ids.shape[:-1] != keys.shape[:-1]:
+        raise ValueError(f"[document_mask] ids are (*L, T) and key_ids (*L, S): ids {ids.shape}, key_ids {keys.shape}")
+    ids, keys = ids[..., None, :, None], keys[..., None, None, :]
+    return (ids == keys) & (ids >= 0)
+
+
+def padding_mask(lengths, s):
+    """Of S keys the first `lengths` of each sequence may be seen: lengths (*L) -> bool (*L, 1, 1, S)."""
+    lengths = _integers("padding_mask", lengths)
+    if bool(((lengths < 0) | (lengths > s)).any()):
+        raise ValueError(f"[padding_mask] a length is in 0 to {s}, the number of keys: got {lengths.tolist()}")
+    return xp(lengths).arange(s) < lengths[..., None, None, None]
+
+
+def _integers(op, x):
+    x = _raw(x)
+    x = x if is_array(x) else np.asarray(x, dtype=None if np.size(x) else np.int64)
+    if x.dtype.kind not in "iu":
+        raise TypeError(f"[{op}] takes integers: got {x.dtype}")
+    return x
 
 
 def _composition(q, k, v, mask=None, bias=None, sinks=None, /, scale=1.0, causal=False, query_offset=0, window=None,
@@ -63,7 +96,8 @@ def _composition(q, k, v, mask=None, bias=None, sinks=None, /, scale=1.0, causal
     if dropout is not None:
         p, key = dropout
         rows = m.arange(math.prod(a.shape[:-1])).reshape(*a.shape[:-1], 1)
-        a = a * ((key.bits(rows, m.arange(a.shape[-1]), m) >= m.uint32(round(p * 2**32))) * a.dtype.type(1.0 / (1.0 - p)))
+        keep = key.bits(rows, m.arange(a.shape[-1]), m) >= m.uint32(round(p * 2**32))
+        a = a * (keep * a.dtype.type(1.0 / (1.0 - p)))
     return a @ v                                         # (A.10.3)
 
 
@@ -80,8 +114,8 @@ def _kernel(name: str):
         if dropout is not None:
             p, key = dropout
             dropout = p, lambda r0, r1, c0, c1, s: key.bits(np.arange(r0, r1)[:, None], np.arange(c0, c1)[None])
-        return dict(scale=scale, causal=causal, query_offset=query_offset, window=window, softcap=softcap, kv_head=kv_head,
-                    dropout=dropout)
+        return dict(scale=scale, causal=causal, query_offset=query_offset, window=window, softcap=softcap,
+                    kv_head=kv_head, dropout=dropout)
 
     def forward(q, k, v, mask, bias, sinks, refuse_empty_rows, **params):
         o, kept = run(q, k, v, mask, bias, sinks, **options(**params))
@@ -89,7 +123,8 @@ def _kernel(name: str):
             refuse_empty("scaled_dot_product_attention", np.isneginf(kept[0]))
         return o, kept
 
-    def rule(ct, q, k, v, mask, bias, sinks, y, kept, needs, scale, causal, query_offset, window, softcap, kv_head, dropout):
+    def rule(ct, q, k, v, mask, bias, sinks, y, kept, needs, scale, causal, query_offset, window, softcap, kv_head,
+             dropout):
         given = options(scale, causal, query_offset, window, softcap, kv_head, dropout)
         cts = back(ct, q, k, v, mask, bias, sinks, y, *kept, need_bias=needs[4], **given)
         return (*cts[:3], None, *cts[3:])
@@ -99,13 +134,16 @@ def _kernel(name: str):
 
 _see = np.tril(np.ones((4, 4), bool)) & (np.arange(4) != 1)
 _half = {"scale": 0.5}
-_rows = [sample((2, 3, 4), (2, 5, 4), (2, 5, 2), **_half), sample((3, 4, 2), (3, 4, 2), (3, 4, 2), causal=True, **_half),
-         sample((2, 1, 4, 2), (2, 1, 4, 2), (2, 1, 4, 3), _see, **_half), sample((4, 2), (4, 2), (4, 2), None, (4, 4), **_half),
+_rows = [sample((2, 3, 4), (2, 5, 4), (2, 5, 2), **_half),
+         sample((3, 4, 2), (3, 4, 2), (3, 4, 2), causal=True, **_half),
+         sample((2, 1, 4, 2), (2, 1, 4, 2), (2, 1, 4, 3), _see, **_half),
+         sample((4, 2), (4, 2), (4, 2), None, (4, 4), **_half),
          sample((4, 3, 2), (2, 3, 2), (2, 3, 2), kv_head=(0, 0, 1, 1), **_half),
-         sample((3, 2, 2), (2, 5, 2), (2, 5, 2), None, (5,), (3,), kv_head=(1, 0, 1), softcap=2.0, causal=True, query_offset=3,
-                window=2, **_half),
+         sample((3, 2, 2), (2, 5, 2), (2, 5, 2), None, (5,), (3,), kv_head=(1, 0, 1), softcap=2.0, causal=True,
+                query_offset=3, window=2, **_half),
          sample((2, 3, 2), (2, 3, 2), (2, 3, 2), dropout=(0.5, Key((3, 1))), **_half),
-         sample((2, 3, 2), (2, 3, 2), (2, 3, 2), causal=True, query_offset=-1, **_half), sample((2, 0, 2), (2, 3, 2), (2, 3, 2))]
+         sample((2, 3, 2), (2, 3, 2), (2, 3, 2), causal=True, query_offset=-1, **_half),
+         sample((2, 0, 2), (2, 3, 2), (2, 3, 2))]
 
 
 def _declare(name: str):
@@ -119,14 +157,14 @@ def _declare(name: str):
 _implementations = {"composed": _composition, "fused": _declare("fused"), "tiled": _declare("tiled")}
 
 
-def scaled_dot_product_attention(q, k, v, attn_mask=None, dropout_p=0.0, is_causal=False, scale=None, enable_gqa=False, *,
-                                 query_offset=None, window=None, kv_head=None, softcap=None, sinks=None,
-                                 empty_rows="raise", implementation="auto"):
+def scaled_dot_product_attention(q, k, v, attn_mask=None, dropout_p=0.0, is_causal=False, scale=None,
+                                 enable_gqa=False, *, query_offset=None, window=None, kv_head=None, softcap=None,
+                                 sinks=None, empty_rows="raise", implementation="auto"):
     """softmax(q k^T / sqrt(D)) v over each query's visible set: A.10.1 to A.10.3, backward A.10.5 to A.10.9.
 
     q (*L, Hq, T, D), k (*L, Hkv, S, D), v (*L, Hkv, S, Dv) -> (*L, Hq, T, Dv); leading axes broadcast, none is fine.
-    attn_mask: bool, **True = this key may be seen**, or float, added to the scores (-inf hides; it gets a gradient if it
-        requires one); broadcastable to (*L, Hq, T, S). Combines with everything below.
+    attn_mask: bool, **True = this key may be seen**, or float, added to the scores (-inf hides; it gets a gradient if
+        it requires one); broadcastable to (*L, Hq, T, S). Combines with everything below.
     is_causal: query i sees keys j <= i + query_offset. With T != S the offset must be given (S - T with a cache).
     window=w: with is_causal only the last w of those keys; without, |position - key| < w.
     enable_gqa: query head r uses key/value head r // (Hq // Hkv); kv_head=[...] any map g(r) (A.10.5). Their cotangents
@@ -146,14 +184,20 @@ def scaled_dot_product_attention(q, k, v, attn_mask=None, dropout_p=0.0, is_caus
     heads, shared = (x.shape[-3] if x.ndim > 2 else 1 for x in (q, k))
     if k.shape[-1] != d or v.shape[-2] != s or (v.shape[-3] if v.ndim > 2 else 1) != shared:
         raise ValueError(f"[{op}] q and k share D, k and v share S and heads: q {q.shape}, k {k.shape}, v {v.shape}")
+    if not d:
+        raise ValueError(f"[{op}] q and k need a width D of at least 1: q {q.shape}, k {k.shape}")
     try:
         lead = np.broadcast_shapes(q.shape[:-3], k.shape[:-3], v.shape[:-3])
     except ValueError:
         raise ValueError(f"[{op}] leading axes must broadcast: q {q.shape}, k {k.shape}, v {v.shape}") from None
     kv_head = _kv_map(op, heads, shared, enable_gqa, kv_head)
     if (is_causal or window is not None) and query_offset is None and t != s:
-        raise ValueError(f"[{op}] causal or windowed attention of {t} queries over {s} keys is ambiguous: say which key position "
-                         f"query 0 has; query_offset={s - t} aligns the ends (decoding with a cache), 0 the beginnings")
+        raise ValueError(f"[{op}] causal or windowed attention of {t} queries over {s} keys is ambiguous: say which key "
+                         f"position query 0 has; query_offset={s - t} aligns the ends (decoding with a cache), 0 the "
+                         "beginnings")
+    if np.ndim(query_offset):
+        raise ValueError(f"[{op}] query_offset is one integer: got shape {np.shape(query_offset)}; for one a sequence "
+                         "pass attn_mask=F.visible_set(T, S, causal=True, query_offset=offsets of shape (B, 1, 1, 1))")
     if window is not None and (isinstance(window, bool) or int(window) != window or window < 1):
         raise ValueError(f"[{op}] window is an integer of at least 1: got {window!r}")
     if softcap is not None and not softcap > 0:
@@ -177,8 +221,9 @@ def scaled_dot_product_attention(q, k, v, attn_mask=None, dropout_p=0.0, is_caus
         implementation = "composed"
     return _implementations[implementation](
         q, k, v, None if mask is None else on_device_of(mask, q), None if bias is None else on_device_of(bias, q), sinks,
-        scale=1.0 / math.sqrt(d) if scale is None else float(scale), causal=bool(is_causal), query_offset=int(query_offset or 0),
-        window=None if window is None else int(window), softcap=None if softcap is None else float(softcap), kv_head=kv_head,
+        scale=1.0 / math.sqrt(d) if scale is None else float(scale), causal=bool(is_causal),
+        query_offset=int(query_offset or 0), window=None if window is None else int(window),
+        softcap=None if softcap is None else float(softcap), kv_head=kv_head,
         dropout=(float(dropout_p), stream.key()) if dropout_p else None,
         refuse_empty_rows=empty_rows == "raise" and sinks is None and not plainly_full)
 
@@ -194,11 +239,11 @@ def _kv_map(op, heads, shared, enable_gqa, kv_head):
     if heads == shared:
         return None
     if not enable_gqa:
-        raise ValueError(f"[{op}] {heads} query heads over {shared} key/value heads: pass enable_gqa=True to share them in order, "
-                         "or kv_head=[...]")
+        raise ValueError(f"[{op}] {heads} query heads over {shared} key/value heads: pass enable_gqa=True to share them "
+                         "in order, or kv_head=[...]")
     if shared == 0 or heads % shared:
-        raise ValueError(f"[{op}] query heads must be a multiple of key/value heads to share them evenly: {heads} over {shared}; "
-                         "or pass kv_head=[...]")
+        raise ValueError(f"[{op}] query heads must be a multiple of key/value heads to share them evenly: {heads} over "
+                         f"{shared}; or pass kv_head=[...]")
     return tuple(r // (heads // shared) for r in range(heads))
 
 

@@ -6,7 +6,7 @@ H heads (Hq of the queries, Hkv of keys and values), D head width (Dv of the val
 For one query row i of one head, with its visible set V_i:
 
     S_ij = scale q_i . k_j                                                            (A.10.1)
-    E_ij = exp(S_ij - m_i) for j in V_i, else 0;   l_i = sum_j E_ij;   A = E / z      (A.10.2)
+    E_ij = exp(S_ij - m_i) for j in V_i, else 0;   z_i = sum_j E_ij;   A = E / z      (A.10.2)
     O    = A V                                                                        (A.10.3)
 
 `fused` keeps E, all of it. `tiled` walks over tiles of keys and keeps one number a row, the
@@ -29,7 +29,8 @@ All four functions take, in this order and by these names:
 A row that sees nothing: o and all gradients are 0, lse is -inf (or its sink). A hidden key may hold
 infinities or NaN in K, as its score is overwritten; it must be finite in V, and in the backward in
 K, because 0 NaN is NaN in A V and G_S K. float16 is computed in float32; results have the dtype of
-their inputs, lse the dtype of the computation. Nothing depends on the number of threads.
+their inputs, lse the dtype of the computation. Sums run in an order that does not depend on the
+number of threads. o, G_Q, G_K, G_V lie in memory as (*L, rows, H, width): merging heads is free.
 """
 
 import numpy as np
@@ -37,7 +38,7 @@ import numpy as np
 from minigrad.kernels.numpy.attention_blocks import ALL, Backward, Problem, run, runs, stack
 
 # fused: query rows of a block, and bytes of scores of the small heads that one block takes together
-ROWS, SLAB_BYTES = 128, 1 << 18
+ROWS, SLAB_BYTES = 64, 1 << 19
 # tiled: query rows and keys of a tile; its scores are what a core's cache holds
 TILE_ROWS, KEYS = 256, 512
 
@@ -81,7 +82,7 @@ def fused_backward(ct, q, k, v, mask, bias, sinks, o, lse, z, e, kept, *, need_b
 
     def body(group):
         for b in group:
-            p.add_q(b, p.step(b, b.keys, *p.rows(b, p.stacked(z, b)), *p.keys_values(b),
+            p.add_q(b, p.step(b, b.keys, *p.rows(b, z), *p.keys_values(b),
                               part(e, b), part(kept, b)))
 
     run(p.groups(p.blocks(ROWS, SLAB_BYTES)), body)
@@ -119,7 +120,7 @@ def tiled_backward(ct, q, k, v, mask, bias, sinks, o, lse, *, need_bias, **param
 
     def body(group):
         for b, k, v in with_packed(p, group):
-            q, g, c = p.rows(b, p.stacked(z, b))
+            q, g, c = p.rows(b, z)
             ct_q = np.zeros_like(q)
             for keys in tiles(p, b):
                 e = p.scores(b, keys, q, k[..., keys, :])

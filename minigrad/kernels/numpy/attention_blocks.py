@@ -60,7 +60,7 @@ class Problem:
         self.mask = None if mask is None else self.enter(mask, split=True)
         self.bias = None if bias is None else self.enter(bias, split=True)
         self.sinks = None if sinks is None else sinks.reshape(self.P, self.G, 1, 1)
-        # NaN + -inf is NaN: scores of such keys must be overwritten where a bias of -inf hides them.
+        # NaN + -inf is NaN: such scores must be overwritten where a bias of -inf hides them.
         self.overwrite = bias is not None and not np.isfinite(self.k).all()
         self.scale, self.softcap = scale, softcap
         self.p, self.bits = dropout or (0.0, None)
@@ -71,7 +71,7 @@ class Problem:
         self.after = 0 if causal else self.before
         # The shift m of A.10.2 only keeps exp from overflowing: softmax does not see it. Where
         # |S_ij| <= scale |q_i| |k_j| is small, m = 0 does, and saves two passes over the scores.
-        self.tame = (bias is None and sinks is None and min(self.T, self.S) >= 16
+        self.tame = (bias is None and sinks is None and self.T > 1
                      and abs(scale) * longest(self.q) * longest(self.k) < 32)
         self.sums, self.apart_heads = [], True  # which gradients blocks add to: see `Backward`
 
@@ -229,13 +229,15 @@ class Backward(Problem):
             self.apart_heads = self.ct_bias.shape[1] == self.P
 
     def rows(self, b, z):
-        """The block's rows of q scaled, G_O / (1 - p) / z, and c / z of A.10.7."""
-        return self.queries(b), self.stacked(self.ct, b) * (self.boost / z), self.stacked(self.c, b) / z
+        """The block's rows of scaled q, of G_O / (1 - p) / z, and of c / z."""
+        z = self.stacked(z, b)
+        g = self.stacked(self.ct, b) * (self.boost / z)
+        return self.queries(b), g, self.stacked(self.c, b) / z
 
     def step(self, b, keys, q, g, c, k, v, e, kept):
-        """Add these keys' share to G_K, G_V and the bias gradient; return their share of G_Q / scale.
+        """Add these keys' share to G_K, G_V and the bias gradient; return that of G_Q / scale.
 
-        q, g, c (n, p, G rows, width): scaled queries, boosted cotangent, and c of A.10.7.
+        q, g, c are those of `rows`, e (n, p, G rows, keys) is E = A z: the z of the rows cancels.
         """
         s = g @ v.swapaxes(-1, -2)  # A.10.6
         dropped = e
@@ -263,9 +265,10 @@ class Backward(Problem):
             ct_bias = self.leave_like(bias, self.ct_bias)
         if sinks is not None:  # A.10.7 for a key of weight exp(sink - lse) whose G_A is 0
             lse = lse.reshape(self.c.shape)
-            weight_c = np.exp(self.sinks - lse) * self.c
-            ct_sinks = -weight_c.sum((0, 3, 4)).reshape(sinks.shape).astype(sinks.dtype)
-        return *map(self.leave_like, (q, k, v), (self.ct_q, self.ct_k, self.ct_v)), ct_bias, ct_sinks
+            share = np.exp(self.sinks - lse) * -self.c
+            ct_sinks = share.sum((0, 3, 4)).reshape(sinks.shape).astype(sinks.dtype)
+        ct_q, ct_k, ct_v = map(self.leave_like, (q, k, v), (self.ct_q, self.ct_k, self.ct_v))
+        return ct_q, ct_k, ct_v, ct_bias, ct_sinks
 
     def leave_like(self, x, ct):
         """ct (N or 1, heads.., rows, width) in x's shape: summed over leading axes x shares."""
@@ -288,7 +291,7 @@ def run(groups, body):
 
 def longest(x):
     """The largest length |x_i| of a row of x."""
-    return np.sqrt(np.einsum("...d,...d->...", x, x).max(initial=0))
+    return float(np.einsum("...d,...d->...", x, x).max(initial=0)) ** 0.5
 
 
 def runs(low, high, most):
