@@ -256,6 +256,49 @@ class Muon(Optimizer):
         p -= lr * math.sqrt(max(1.0, p.shape[1] / p.shape[0])) * orthogonalize(u, group["ns_steps"], group["eps"])
 
 
+class Together:
+    """Several optimisers as one, each for its own parameters: Together(Muon(matrices), AdamW(the rest)). `param_groups`
+    are those of all; the state of the i-th is saved as i.NAME."""
+
+    def __init__(self, *optimizers: Optimizer) -> None:
+        params = [p for optimizer in optimizers for group in optimizer.param_groups for p in group["params"]]
+        if len({id(p) for p in params}) < len(params):
+            raise ValueError("[Together] a parameter belongs to one optimiser: one is given to two")
+        self.optimizers = optimizers
+
+    @property
+    def param_groups(self) -> list[dict[str, Any]]:
+        return [group for optimizer in self.optimizers for group in optimizer.param_groups]
+
+    def step(self) -> None:
+        for optimizer in self.optimizers:
+            optimizer.step()
+
+    def zero_grad(self) -> None:
+        for optimizer in self.optimizers:
+            optimizer.zero_grad()
+
+    def state_dict(self) -> dict[str, Tensor]:
+        return {f"{i}.{name}": value for i, o in enumerate(self.optimizers) for name, value in o.state_dict().items()}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """As Optimizer.load_state_dict: all or nothing."""
+        before = self.state_dict()
+        unknown = [name for name in state if name.partition(".")[0] not in map(str, range(len(self.optimizers)))]
+        if unknown:
+            raise ValueError(f"[load_state_dict] the state does not fit: unknown {', '.join(unknown)}")
+        try:
+            self._load(state)
+        except ValueError:
+            self._load(before)
+            raise
+
+    def _load(self, state: dict[str, Any]) -> None:
+        for i, optimizer in enumerate(self.optimizers):
+            optimizer.load_state_dict({name.partition(".")[2]: value for name, value in state.items()
+                                       if name.startswith(f"{i}.")})
+
+
 def orthogonalize(u: Any, steps: int = 5, eps: float = 1e-7) -> Any:
     """Newton-Schulz: X = a X + (b X X^T + c (X X^T)^2) X drives every singular value near 1; u is a raw matrix."""
     a, b, c = 3.4445, -4.7750, 2.0315

@@ -415,9 +415,9 @@ def _from_python(x: Any, dtype: Any = None) -> np.ndarray:
 
 
 def _check_dtype(dtype: np.dtype, tracked: bool) -> None:
-    if dtype.kind not in "biufV":
-        raise TypeError(f"[tensor] elements are bool, integer or floating-point numbers: got {dtype}")
-    if tracked and dtype.kind not in "fV":
+    if dtype.kind not in "biuf":
+        raise TypeError(f"[tensor] elements are bool, integer or floating-point numbers NumPy has: got {dtype}")
+    if tracked and dtype.kind != "f":
         raise TypeError(f"[requires_grad] only floating-point tensors can require a gradient: got {dtype}")
 
 
@@ -597,7 +597,7 @@ class Primitive:
         if y.__class__ is not library:
             y = xp(y).asarray(y)                         # NumPy makes scalars of 0-d results
         out = _wrap(y)
-        if needs and state.recording and y.dtype.kind in "fV":
+        if needs and state.recording and y.dtype.kind == "f":
             _record(self, body, args, arrays, params, needs, out, residuals)
         elif self.view:
             _share(out, args[0])

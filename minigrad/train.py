@@ -23,7 +23,7 @@ from minigrad.backend.random import get_rng_state, set_rng_state
 from minigrad.data import Windows
 from minigrad.io import CheckpointError, load, load_metadata, save, write_whole
 from minigrad.nn.module import Module
-from minigrad.optim import Optimizer, Schedule, clip_grad_norm_
+from minigrad.optim import Optimizer, Schedule, Together, clip_grad_norm_
 from minigrad.tape import no_grad
 
 COLUMNS = ("step", "train_loss", "val_loss", "lr", "grad_norm", "tokens_per_second", "seconds")
@@ -65,7 +65,7 @@ class Run:
     anything is computed; `fit()` trains from `step` to `steps`; `resume()` takes up what the folder holds.
     """
 
-    def __init__(self, out: str | os.PathLike[str], model: Any, optimizer: Optimizer, train: Windows, val: Windows,
+    def __init__(self, out: str | os.PathLike[str], model: Any, optimizer: Optimizer | Together, train: Windows, val: Windows,
                  steps: int, schedule: Schedule, clip: float = 1.0, eval_every: int = 250,
                  settings: dict[str, Any] | None = None) -> None:
         self.out, self.model, self.optimizer, self.train, self.val = Path(out), model, optimizer, train, val
@@ -121,8 +121,8 @@ class Run:
         with _progress(self.step, self.steps) as bar, _on_interrupt() as asked:
             while self.step < self.steps and not asked():
                 lr = self.schedule(self.step)
-                for group in self.optimizer.param_groups:
-                    group["lr"] = lr
+                for group, ratio in zip(self.optimizer.param_groups, self.ratios):
+                    group["lr"] = lr * ratio
                 x, y = self.train.batch(self.step)
                 loss = self.model.loss(x, y)
                 value = self._finite("loss", loss)

@@ -16,8 +16,8 @@ def _same_random_numbers():
 
 
 def or_skip(module: str, part: str):
-    """The module, or a skip that names the part of the suite which did not run without it; a failure if MINIGRAD_EXPECT,
-    a list of modules, names it."""
+    """The module, or a skip that names the part of the suite which did not run without it; or a failure, if the
+    modules in MINIGRAD_EXPECT name it."""
     try:
         return importlib.import_module(module)
     except ImportError:

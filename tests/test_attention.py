@@ -7,12 +7,12 @@ import warnings
 
 import numpy as np
 import pytest
+from conftest import kernels
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import minigrad as mg
 import minigrad.functional as F
-from conftest import kernels
 
 WAYS = ["composed", "fused", "tiled"]
 attend = F.scaled_dot_product_attention

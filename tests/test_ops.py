@@ -9,9 +9,9 @@ import warnings
 
 import numpy as np
 import pytest
+from conftest import kernels
 
 import minigrad as mg
-from conftest import kernels
 
 NAMES = list(mg.primitives)
 PATHS = [(name, way) for name, op in mg.primitives.items() for way in ("op", "composed") if way == "op" or op.reference]

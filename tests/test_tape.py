@@ -10,10 +10,10 @@ import weakref
 
 import numpy as np
 import pytest
+from conftest import kernels
 
 import minigrad as mg
 import minigrad.functional as F
-from conftest import kernels
 
 
 def leaf(*values, dtype=np.float64):

@@ -10,6 +10,7 @@ import glob
 import numbers
 import os
 import threading
+import types
 from collections import deque
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 
@@ -31,8 +32,8 @@ def set_num_threads(n):
     if not isinstance(n, numbers.Integral) or isinstance(n, bool) or n < 1:
         raise ValueError(f"[set_num_threads] n must be an integer of at least 1, got {n!r}")
     _num_threads = int(n)
-    if _set_blas_threads is not None:
-        _set_blas_threads(_num_threads)
+    if _blas_threads:
+        _blas_threads.set(_num_threads)
 
 
 def get_num_threads():
@@ -71,6 +72,10 @@ def for_rows(body, rows, row_bytes):
         finally:
             _here.busy = False
 
+    # Our threads each call BLAS themselves: with its own threads on top they would fight over the cores.
+    blas = _blas_threads.get() if _blas_threads else 1
+    if blas > 1:
+        _blas_threads.set(1)
     futures = _submit(work, helpers)
     try:
         work()
@@ -79,6 +84,8 @@ def for_rows(body, rows, row_bytes):
         todo.clear()
         started = [future for future in futures if not future.cancel()]
         wait(started)
+        if blas > 1:
+            _blas_threads.set(blas)
     for future in started:
         future.result()  # raises what its body raised
     return results
@@ -105,16 +112,16 @@ def _new_pool():
     _pool = ThreadPoolExecutor(max_workers=64, thread_name_prefix="minigrad")
 
 
-def _find_blas_setter():
-    """OpenBLAS's set_num_threads, from the library file in NumPy's wheel, or None."""
+def _find_blas():
+    """OpenBLAS's thread count, .get() and .set(n), from the library file in NumPy's wheel, or None."""
     site = os.path.dirname(np.__file__)
     for folder in (site + ".libs", os.path.join(site, ".dylibs")):
         for path in glob.glob(os.path.join(folder, "*openblas*")):
             library = ctypes.CDLL(path)
-            for name in ("scipy_openblas_set_num_threads64_", "openblas_set_num_threads64_",
-                         "scipy_openblas_set_num_threads", "openblas_set_num_threads"):
-                if hasattr(library, name):
-                    return getattr(library, name)
+            for name in ("scipy_openblas_%s_num_threads64_", "openblas_%s_num_threads64_",
+                         "scipy_openblas_%s_num_threads", "openblas_%s_num_threads"):
+                if hasattr(library, name % "set"):
+                    return types.SimpleNamespace(get=getattr(library, name % "get"), set=getattr(library, name % "set"))
     return None
 
 
@@ -130,7 +137,7 @@ _new_pool()
 if hasattr(os, "register_at_fork"):
     os.register_at_fork(after_in_child=_new_pool)
 
-_set_blas_threads = _find_blas_setter()
+_blas_threads = _find_blas()
 _num_threads = min(_usable_cpus(), MAX_DEFAULT_THREADS)
 _asked = os.environ.get("MINIGRAD_NUM_THREADS")
 if _asked:

@@ -16,7 +16,9 @@ from minigrad.ops.shape import broadcast_to, concatenate, reshape, swapaxes
 from minigrad.ops.softmax import _masked_softmax, check_empty_choice, check_visible, refuse_empty
 from minigrad.tape import _raw, _state, describe, primitive, sample
 
-TILED_FROM = 1024 * 1024                                 # "auto" tiles from this many scores a head (measured)
+# "auto" tiles from this many scores a head, where keeping them all becomes slower than computing them again (measured),
+# or, if a head is not tiny, from this many scores in all, where they would fill the memory: 256 MB in float32.
+TILED_FROM_HEAD, TILED_FROM_ALL, TINY_HEAD = 2 << 20, 64 << 20, 1 << 18
 
 
 def visible_set(t, s, mask=None, causal=False, query_offset=0, window=None, m=np):
@@ -216,7 +218,8 @@ def scaled_dot_product_attention(q, k, v, attn_mask=None, dropout_p=0.0, is_caus
         not is_causal and window is None or (query_offset or 0) == 0 and t <= s or is_causal and window is None
         and (query_offset or 0) >= 0)
     if implementation == "auto":
-        implementation = "tiled" if t * s >= TILED_FROM else "fused"
+        large = t * s >= TILED_FROM_HEAD or (t * s >= TINY_HEAD and math.prod(shape) >= TILED_FROM_ALL)
+        implementation = "tiled" if large else "fused"
     if _state.composed:
         implementation = "composed"
     return _implementations[implementation](
@@ -252,7 +255,7 @@ def _split_mask(op, attn_mask, shape):
     if attn_mask is None:
         return None, None
     kind = getattr(attn_mask, "dtype", np.asarray(_raw(attn_mask)).dtype if not is_array(_raw(attn_mask)) else None)
-    if np.dtype(kind).kind in "fV":
+    if np.dtype(kind).kind == "f":
         bias = attn_mask if hasattr(attn_mask, "dtype") else np.asarray(attn_mask)
         check_visible(op, np.broadcast_to(np.True_, bias.shape), shape)
         return None, bias
