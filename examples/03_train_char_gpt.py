@@ -19,12 +19,13 @@ import numpy as np
 import minigrad as mg
 from minigrad import data, nn, optim, train
 
-# Layers L, heads H, width C, context T, batch B; steps and learning rate that suit them.
+# Sizes, and steps and learning rates that suit them. The matrices of the blocks learn by Muon, all else by AdamW.
 CONFIGS = {
-    "nano": dict(layers=2, heads=2, width=64, context=32, batch=16, steps=3000, lr=3e-3),
-    "baby": dict(layers=4, heads=4, width=128, context=64, batch=12, steps=2000, lr=1e-3),
-    "mid": dict(layers=6, heads=6, width=384, context=256, batch=8, steps=5000, lr=1e-3, dropout=0.2),
+    "nano": dict(layers=2, heads=2, width=64, context=32, batch=16, steps=3000, lr=4e-3),
+    "baby": dict(layers=4, heads=4, width=128, context=64, batch=12, steps=1600, lr=4e-3),
+    "mid": dict(layers=6, heads=6, width=384, context=256, batch=8, steps=4000, lr=2e-3, dropout=0.2),
 }
+MUON = 5.0                                               # Muon's learning rate is this many times AdamW's
 LARGE = 64 << 20                                         # bytes of text from which tokens stay on disk, memory-mapped
 
 
@@ -32,7 +33,7 @@ def arguments(argv: list[str] | None) -> argparse.Namespace:
     p = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     p.add_argument("--text", metavar="FILE", help="UTF-8 text to learn (default: Python's own documentation)")
     p.add_argument("--config", choices=CONFIGS, default="baby")
-    p.add_argument("--out", metavar="DIR", default="runs/char-gpt")
+    p.add_argument("--out", metavar="DIR", help="folder of a new run (default: runs/char-gpt, or -2, -3 if taken)")
     p.add_argument("--resume", metavar="DIR", help="go on with the run in this folder; --steps may be raised")
     p.add_argument("--prompt", metavar="TEXT", help="what the sample begins with")
     p.add_argument("--sample", type=int, default=400, metavar="N", help="characters to write at the end")
@@ -46,6 +47,18 @@ def arguments(argv: list[str] | None) -> argparse.Namespace:
     for name in ("lr", "dropout"):
         p.add_argument(f"--{name}", type=float, help="overrides the config")
     return p.parse_args(argv)
+
+
+def folder_of(args: argparse.Namespace) -> Path:
+    """The run's folder: never one that holds another run, unless to go on with that."""
+    if args.resume:
+        return Path(args.resume)
+    names = [args.out] if args.out else ["runs/char-gpt", *(f"runs/char-gpt-{i}" for i in range(2, 1000))]
+    for name in names:
+        if not (Path(name) / "checkpoint.safetensors").exists():
+            return Path(name)
+    raise train.TrainingError(f"[arguments] {names[0]} holds a run already: go on with --resume {names[0]}, or choose "
+                              "another --out")
 
 
 def settings_of(args: argparse.Namespace) -> dict:
@@ -94,7 +107,7 @@ def main(argv: list[str] | None = None) -> int:
     device = mg.device(args.device)                      # says at once if there is no such device
     if args.threads is not None:
         mg.set_num_threads(args.threads)
-    settings, out = settings_of(args), Path(args.resume or args.out)
+    settings, out = settings_of(args), folder_of(args)
     train.writable_folder(out)
 
     tokenizer, tokens = tokens_of(settings, out, bool(args.resume))
@@ -110,10 +123,13 @@ def main(argv: list[str] | None = None) -> int:
     mg.manual_seed(settings["seed"])
     model = nn.Transformer(vocab_size=tokenizer.vocab_size, context=settings["context"], d_model=settings["width"],
                            n_layers=settings["layers"], n_heads=settings["heads"], dropout=settings["dropout"],
-                           bias=False).to(device)
-    optimizer = optim.AdamW(train.decay_groups(model, weight_decay=0.1), lr=settings["lr"], betas=(0.9, 0.99))
-    steps, warmup = settings["steps"], min(100, settings["steps"] // 10)
-    schedule = optim.cosine_schedule(settings["lr"], steps, warmup, min_lr=settings["lr"] / 10)
+                           position="rope", bias=False).to(device)
+    matrices = [p for p in model.blocks.parameters() if p.ndim == 2]
+    others = [p for p in model.parameters() if not any(p is m for m in matrices)]
+    lr, steps = settings["lr"], settings["steps"]
+    optimizer = optim.Together(optim.AdamW(others, lr=lr, betas=(0.9, 0.99), weight_decay=0.0),
+                               optim.Muon(matrices, lr=lr * MUON, weight_decay=0.0))
+    schedule = optim.cosine_schedule(lr, steps, warmup=min(100, steps // 10), min_lr=lr / 10)
     print(f"{len(tokens):,} characters, {tokenizer.vocab_size} different; {len(held_in):,} to learn, {len(held_out):,} "
           "held out")
     sizes = ", ".join(f"{name} {settings[name]}" for name in ("layers", "heads", "width", "context", "batch"))

@@ -62,11 +62,12 @@ class Run:
     """A training run in a folder.
 
     Run(out, model, optimizer, train, val, steps, schedule, settings) checks that the folder can be written, before
-    anything is computed; `fit()` trains from `step` to `steps`; `resume()` takes up what the folder holds.
+    anything is computed; `fit()` trains from `step` to `steps`; `resume()` takes up what the folder holds. schedule(step)
+    is the learning rate of the first parameter group; the others keep their ratio to it.
     """
 
-    def __init__(self, out: str | os.PathLike[str], model: Any, optimizer: Optimizer | Together, train: Windows, val: Windows,
-                 steps: int, schedule: Schedule, clip: float = 1.0, eval_every: int = 250,
+    def __init__(self, out: str | os.PathLike[str], model: Any, optimizer: Optimizer | Together, train: Windows,
+                 val: Windows, steps: int, schedule: Schedule, clip: float = 1.0, eval_every: int = 250,
                  settings: dict[str, Any] | None = None) -> None:
         self.out, self.model, self.optimizer, self.train, self.val = Path(out), model, optimizer, train, val
         self.steps, self.schedule, self.clip, self.eval_every = steps, schedule, clip, max(1, eval_every)
@@ -75,6 +76,8 @@ class Run:
         self.rows: list[dict[str, Any]] = []
         self.losses: list[float] = []                    # of the steps since the last row
         self.saved: int | None = None                    # the step that the checkpoint holds
+        first, *_ = rates = [group["lr"] for group in optimizer.param_groups]
+        self.ratios = [rate / first if first else 1.0 for rate in rates]
         writable_folder(self.out)
 
     @property

@@ -466,6 +466,116 @@ def test_one_tensor_as_two_arguments(name, i):
     close(made[a].grad, apart[0].numpy() + apart[1].numpy())
 
 
+# ------------------------------------------------------------- the functions of F that are made of several primitives
+
+ANGLE = np.linspace(0.1, 2.0, 6).reshape(3, 2)
+IDS, TARGETS = np.array([[2, 0], [1, 1]]), np.array([[2, 0], [-100, 1]])
+
+
+# name -> rows of (shapes, ours of F's function and Tensors, PyTorch's of torch and tensors)
+FUNCTIONS = {
+    "concatenate": [([(2, 3), (1, 3)], lambda f, a, b: f([a, b]), lambda t, a, b: t.cat([a, b])),
+                    ([(2, 3), (2, 1)], lambda f, a, b: f([a, b, a], axis=-1), lambda t, a, b: t.cat([a, b, a], -1))],
+    "stack": [([(2, 3), (2, 3)], lambda f, a, b, k=k: f([a, b], axis=k), lambda t, a, b, k=k: t.stack([a, b], k))
+              for k in (0, 1, -1)],
+    "split": [([(6, 2)], lambda f, x: f(x, 3)[1], lambda t, x: t.split(x, 2)[1]),
+              ([(2, 5)], lambda f, x: f(x, [1, 0, 4], axis=-1)[2], lambda t, x: t.split(x, [1, 0, 4], -1)[2])],
+    "pad": [([(2, 3)], lambda f, x: f(x, ((1, 0), (0, 2)), constant_values=3.0),
+             lambda t, x: t.nn.functional.pad(x, (0, 2, 1, 0), value=3.0))],
+    "squeeze": [([(1, 2, 1)], lambda f, x: f(x), lambda t, x: x.squeeze()),
+                ([(1, 2, 1)], lambda f, x: f(x, axis=-1), lambda t, x: x.squeeze(-1)),
+                ([(1, 2, 1)], lambda f, x: f(x, axis=(0, 2)), lambda t, x: x.squeeze((0, 2)))],
+    "expand_dims": [([(2, 3)], lambda f, x: f(x, 1), lambda t, x: x[:, None]),
+                    ([(2, 3)], lambda f, x: f(x, -1), lambda t, x: x[..., None]),
+                    ([(2, 3)], lambda f, x: f(x, (0, -1)), lambda t, x: x[None, ..., None])],
+    "swapaxes": [([(2, 3, 4)], lambda f, x: f(x, 0, -1), lambda t, x: x.swapaxes(0, -1))],
+    "moveaxis": [([(2, 3, 4)], lambda f, x: f(x, 0, -1), lambda t, x: x.moveaxis(0, -1)),
+                 ([(2, 3, 4)], lambda f, x: f(x, -1, 1), lambda t, x: x.moveaxis(-1, 1))],
+    "getitem": [([(3, 4)], lambda f, x: f(x, (slice(None), [2, 0, 2])), lambda t, x: x[:, [2, 0, 2]])],
+    "take": [([(3, 4)], lambda f, x: f(x, IDS), lambda t, x: t.take(x, t.from_numpy(IDS))),
+             ([(3, 4)], lambda f, x: f(x, IDS, axis=0), lambda t, x: x[t.from_numpy(IDS)]),
+             ([(3, 4)], lambda f, x: f(x, -1, axis=1), lambda t, x: x[:, -1]),
+             ([(3, 4)], lambda f, x: f(x, [[-1, 0]], axis=-1), lambda t, x: x[:, [[-1, 0]]])],
+    "take_along_axis": [([(2, 3)], lambda f, x: f(x, IDS, 1), lambda t, x: t.take_along_dim(x, t.from_numpy(IDS), 1)),
+                        ([(3, 2)], lambda f, x: f(x, IDS[:1] - 3, 0), lambda t, x: x.gather(0, t.from_numpy(IDS[:1])))],
+    "tril": [([(2, 3, 4)], lambda f, x: f(x), lambda t, x: x.tril()),
+             ([(3, 4)], lambda f, x: f(x, -1), lambda t, x: x.tril(-1))],
+    "triu": [([(2, 3, 4)], lambda f, x: f(x), lambda t, x: x.triu()),
+             ([(3, 4)], lambda f, x: f(x, 1), lambda t, x: x.triu(1))],
+    "where": [([(2, 3), (3,)], lambda f, a, b: f(np.eye(2, 3) > 0, a, b),
+               lambda t, a, b: t.where(t.eye(2, 3) > 0, a, b)),
+              ([(2, 3)], lambda f, a: f(a > 0, a, -1.0), lambda t, a: t.where(a > 0, a, -1.0))],
+    "std": [([(2, 3)], lambda f, x: f(x), lambda t, x: x.std(correction=0)),
+            ([(2, 3)], lambda f, x: f(x, axis=1, ddof=1, keepdims=True),
+             lambda t, x: x.std(1, correction=1, keepdim=True))],
+    "einsum": [([(2, 3), (3, 4)], lambda f, a, b: f("ij,jk", a, b), lambda t, a, b: t.einsum("ij,jk", a, b)),
+               ([(2, 3, 4), (2, 4, 5)], lambda f, a, b: f("...ij,...jk->...ik", a, b), lambda t, a, b: a @ b),
+               ([(2, 3, 4), (4, 5)], lambda f, a, b: f("b...i, ik -> k...b", a, b),
+                lambda t, a, b: t.einsum("b...i,ik->k...b", a, b)),
+               ([(3, 3)], lambda f, a: f("ii", a), lambda t, a: t.einsum("ii", a)),
+               ([(3, 3)], lambda f, a: f("ii->i", a), lambda t, a: t.einsum("ii->i", a)),
+               ([(2, 3), (2, 3), (3,)], lambda f, a, b, c: f("ij,ij,j->i", a, b, c),
+                lambda t, a, b, c: t.einsum("ij,ij,j->i", a, b, c)),
+               ([(2, 3), (4,)], lambda f, a, b: f("ij,k->k", a, b), lambda t, a, b: t.einsum("ij,k->k", a, b)),
+               ([(2, 3), (2, 3)], lambda f, a, b: f("...,...->...", a, b), lambda t, a, b: a * b)],
+    "embedding": [([(3, 4)], lambda f, x: f(IDS, x), lambda t, x: x[t.from_numpy(IDS)]),
+                  ([(3, 4)], lambda f, x: f([], x), lambda t, x: x[:0])],
+    "dropout": [([(2, 3)], lambda f, x: f(x, 0.5, training=False), lambda t, x: x)],
+    "masked_softmax": [([(2, 3)], lambda f, x: f(x, np.eye(2, 3) > 0, axis=-1),
+                        lambda t, x: t.where(t.eye(2, 3) > 0, x, -t.inf).softmax(-1))],
+    "cross_entropy": [([(2, 2, 3)], lambda f, x, r=r, e=e: f(x, TARGETS, reduction=r, label_smoothing=e),
+                       lambda t, x, r=r, e=e: t.nn.functional.cross_entropy(
+                           x.movedim(-1, 1), t.from_numpy(TARGETS), reduction=r, label_smoothing=e))
+                      for r in ("mean", "sum", "none") for e in (0.0, 0.2)]
+                     + [([(3,)], lambda f, x: f(x, 1), lambda t, x: t.nn.functional.cross_entropy(x, t.tensor(1)))],
+    "mse_loss": [([(2, 3), (2, 3)], lambda f, a, b, r=r: f(a, b, reduction=r),
+                  lambda t, a, b, r=r: t.nn.functional.mse_loss(a, b, reduction=r)) for r in ("mean", "sum", "none")],
+    "rotary_embedding": [([(2, 3, 7)], lambda f, x, i=i: f(x, np.cos(ANGLE), np.sin(ANGLE), interleaved=i),
+                          lambda t, x, i=i: _rotary(t, x, t.from_numpy(np.cos(ANGLE)), t.from_numpy(np.sin(ANGLE)), i))
+                         for i in (False, True)],
+    "scaled_dot_product_attention": [([(2, 3, 4)] * 3, lambda f, q, k, v: f(q, k, v, is_causal=True),
+                                      lambda t, q, k, v: t.nn.functional.scaled_dot_product_attention(
+                                          q, k, v, is_causal=True))],
+    "one_hot": [([], lambda f: f(IDS, 3), lambda t: t.nn.functional.one_hot(t.from_numpy(IDS), 3).float())],
+    "visible_set": [([], lambda f: f(3, 5, causal=True, query_offset=1),
+                     lambda t: t.ones(3, 5, dtype=bool).tril(1))],
+    "document_mask": [([], lambda f: f(np.array([0, 0, 1, -1])), lambda t: t.tensor(
+        [[1, 1, 0, 0], [1, 1, 0, 0], [0, 0, 1, 0], [0, 0, 0, 0]], dtype=bool)[None])],
+    "padding_mask": [([], lambda f: f([1, 3], 3), lambda t: t.tensor(
+        [[1, 0, 0], [1, 1, 1]], dtype=bool)[:, None, None])],
+    "rotary_tables": [([], lambda f: f(np.arange(4), 6, base=100.0)[1],
+                       lambda t: t.sin(t.arange(4.0, dtype=t.float64)[:, None]
+                                       * 100.0 ** (-t.arange(3.0, dtype=t.float64) / 3)))],
+}
+
+
+def test_every_function_is_tested():
+    """A name of F is a primitive, which the table runs, or has rows above."""
+    plain = {n for n in mg.functional.__all__ if not isinstance(getattr(mg.functional, n), mg.Primitive)}
+    assert plain == set(FUNCTIONS)
+
+
+@pytest.mark.parametrize("name, k", [(name, k) for name, rows in FUNCTIONS.items() for k in range(len(rows))])
+def test_functions_against_torch(name, k, torch):
+    """Values, and gradients of order 1; the dtype is kept in float32; raw arrays pass."""
+    shapes, ours, theirs = FUNCTIONS[name][k]
+    arrays, f = values(shapes, -2.0, 2.0), getattr(mg.functional, name)
+    xs, ts = [mg.tensor(a, requires_grad=True) for a in arrays], [torch.from_numpy(a).requires_grad_() for a in arrays]
+    y, want = ours(f, *xs), theirs(torch, *ts)
+    close(y, want.detach())
+    assert y.shape == want.shape
+    if not xs:
+        return
+    ct = like(y)
+    for got, expected in zip(mg.gradients(y, xs, ct), torch.autograd.grad(want, ts, torch.from_numpy(ct))):
+        close(got, expected)
+    narrow = ours(f, *(mg.tensor(a.astype(np.float32), requires_grad=True) for a in arrays))
+    assert narrow.dtype == np.float32 and narrow.requires_grad
+    raw = ours(f, *arrays)
+    assert isinstance(raw, (np.ndarray, np.generic))
+    close(raw, y)
+
+
 # ---------------------------------------------------------------------------------------- shapes: generated by rule
 
 

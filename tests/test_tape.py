@@ -305,6 +305,16 @@ def test_an_old_view_of_data_is_caught_by_detect_anomaly():
             y.backward()
 
 
+def test_a_mutated_constant_is_caught_by_detect_anomaly():
+    """A NumPy array that was only an argument is not locked: it is the user's. The fingerprint tells."""
+    x, c = leaf(1, 2), np.array([3.0, 4.0])
+    with mg.detect_anomaly():
+        y = (x * c).sum()
+        c[0] = 0
+        with pytest.raises(RuntimeError, match="written in place"):
+            y.backward()
+
+
 def test_writing_where_no_value_is_kept_is_fine():
     """A sum needs no values: gradient 1, whatever the values are by then."""
     x, w = leaf(1, 2), leaf(2, 3)

@@ -421,6 +421,8 @@ def test_example_encodes_a_large_text_to_disk_and_anew_for_a_new_run(no_curve, t
         )
         tokens = data.open_tokens(out / "tokens.npy")
         assert data.CharTokenizer.from_text(text).decode(tokens) == text
+        if name == "a":                                  # a run that was given up before its first checkpoint
+            (out / "checkpoint.safetensors").unlink()
     assert example.main(["--resume", str(out), "--steps", "3", "--sample", "1"]) == 0
 
 
@@ -499,7 +501,7 @@ def test_a_text_that_cannot_be_used(run_folder, tmp_path, monkeypatch, content, 
     (tmp_path / "bad.txt").write_bytes(content)
     before = contents(run_folder)
     assert pytest.raises(AssertionError, unchanged, {}, run_folder)  # the check itself can fail
-    line = error_of(monkeypatch, *TINY, "--text", tmp_path / "bad.txt", "--out", run_folder)
+    line = error_of(monkeypatch, *TINY, "--text", tmp_path / "bad.txt", "--out", run_folder.parent / "new")
     assert_match(message, line)
     unchanged(before, run_folder)
     line = error_of(monkeypatch, "--resume", run_folder, "--text", tmp_path / "bad.txt")
@@ -549,7 +551,7 @@ def test_arguments_that_cannot_be_meant(finished, run_folder, monkeypatch, argum
     """The earlier run in that folder stays whole: nothing is written before everything is known to fit."""
     before = contents(run_folder)
     text = [] if "--text" in arguments else ["--text", finished / "text.txt"]
-    assert_match(message, error_of(monkeypatch, *TINY, *text, "--out", run_folder, *arguments))
+    assert_match(message, error_of(monkeypatch, *TINY, *text, "--out", run_folder.parent / "new", *arguments))
     unchanged(before, run_folder)
 
 
@@ -564,7 +566,7 @@ def test_arguments_that_are_not_numbers_are_usage_errors(example, capsys):
 def test_cuda_without_cupy_says_what_to_install_and_what_to_type(run_folder, monkeypatch):
     monkeypatch.setitem(sys.modules, "cupy", None)  # importing it now fails
     before = contents(run_folder)
-    line = error_of(monkeypatch, "--device", "cuda", "--out", run_folder)
+    line = error_of(monkeypatch, "--device", "cuda", "--out", run_folder.parent / "new")
     assert_match(r"'cuda' needs CuPy: .*pip install .*without a GPU.*cpu", line)
     unchanged(before, run_folder)
 
@@ -584,7 +586,7 @@ def test_missing_libraries_are_one_line(finished, run_folder, monkeypatch):
             for name in [name for name in sys.modules if name.split(".")[0] == library]:
                 without.setitem(sys.modules, name, None)
             without.setitem(sys.modules, library, None)
-            line = error_of(without, *TINY, "--text", finished / "text.txt", "--out", run_folder)
+            line = error_of(without, *TINY, "--text", finished / "text.txt", "--out", run_folder.parent / "new")
         assert_match(rf"{library} is missing.*python -m pip install", line)
         unchanged(before, run_folder)
 
@@ -626,3 +628,16 @@ def test_resume_refuses_what_is_not_a_checkpoint(run_folder, tmp_path, monkeypat
     unchanged(before, run_folder)
     assert_match("no such file", error_of(monkeypatch, "--resume", tmp_path / "nowhere"))
     assert not (tmp_path / "nowhere").exists()
+
+
+def test_a_new_run_never_overwrites_another(run_folder, example, monkeypatch):
+    """--out of a folder that holds a run is refused, saying how to go on; without --out the next free name is taken."""
+    before = contents(run_folder)
+    line = error_of(monkeypatch, *TINY, "--out", run_folder)
+    assert_match("holds a run already: go on with --resume", line)
+    unchanged(before, run_folder)
+    monkeypatch.chdir(run_folder.parent)
+    (run_folder.parent / "runs").mkdir()
+    (run_folder.parent / "runs/char-gpt").symlink_to(run_folder)
+    assert str(example.folder_of(example.arguments([]))) == "runs/char-gpt-2"
+    unchanged(before, run_folder)

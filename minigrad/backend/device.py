@@ -59,7 +59,7 @@ def cuda_module(index: int = 0) -> Any:
     except ImportError as error:
         raise RuntimeError(
             "[device] 'cuda' needs CuPy: python -m pip install 'cupy-cuda13x[ctk]' (cupy-cuda12x on CUDA 12); "
-            f"to go on without a GPU use device='cpu' ({error})") from None
+            f"to go on without a GPU use the device 'cpu' ({error})") from None
     try:
         count, why = cupy.cuda.runtime.getDeviceCount(), "no device is visible"
     except RuntimeError as error:
@@ -68,7 +68,7 @@ def cuda_module(index: int = 0) -> Any:
         return cupy
     if count:
         why = f"there is no device {index}, only {count}"
-    raise RuntimeError(f"[device] 'cuda' is not available: {why}; to go on without a GPU use device='cpu'")
+    raise RuntimeError(f"[device] 'cuda' is not available: {why}; to go on without a GPU use the device 'cpu'")
 
 
 def is_available() -> bool:
