@@ -112,11 +112,11 @@ def from_dlpack(x: Any) -> Tensor:
     if "cuda" in str(getattr(x, "device", "")):
         return _wrap_array(cuda.cuda_module().from_dlpack(x))
     made = _wrap_array(_np.from_dlpack(x).view())        # NumPy locks and unlocks only a view of what it imports
-    made.data                                            # the other library holds this memory: it is exposed
+    _ = made.data                                        # the other library holds this memory: it is exposed
     return made
 
 
-# ruff: noqa: E402, F401  (these rooms stand above what is made here; all public names are re-exported)
+# ruff: noqa: E402, F401, F811  (these rooms stand above what is made here; all public names are re-exported)
 from minigrad import data, functional, io, nn, optim, study, train
 from minigrad.io import load, save
 from minigrad.study import AnomalyError, Tape, detect_anomaly

@@ -81,7 +81,7 @@ def composed() -> contextlib.AbstractContextManager[None]:
 
 
 class Watcher:
-    """What may look on while a `with` block runs (see `study/watch.py`); it changes nothing, and unused costs nothing."""
+    """What may look on while a `with` block runs (see `study/watch.py`); it changes nothing and, unused, costs nothing."""
 
     def __enter__(self) -> Any:
         _state.watchers += (self,)
@@ -511,7 +511,7 @@ primitives: dict[str, Primitive] = {}                    # every op there is, by
 
 
 class Primitive:
-    """A differentiable function of arrays, made by `@primitive`: call it with Tensors (recorded) or raw arrays (not)."""
+    """A differentiable function of arrays, made by `@primitive`: called with Tensors it records, with raw arrays not."""
 
     def __init__(self, forward: Callable, *, rules: Sequence[Callable | None] | None = None,
                  rule: Callable | None = None, samples: Sequence[Sample] = (), residuals: Sequence[str] = (),
@@ -672,8 +672,8 @@ def primitive(forward: Callable | None = None, **options: Any) -> Any:
     table; `residuals`, names of extra outputs kept for the rules; `broadcasts=True`, the engine sums cotangents back to
     the arguments' shapes; `view=True`, the output may share memory with the first argument. `kernels`, {"numpy":
     (forward, joint rule, *residual names)}, makes a fused op: the decorated function is then its reference, a plain
-    composition of other functions that each kernel must equal. With `rules` beside it, or with `fused=True` and no kernel
-    at all, those serve higher orders and backends without a kernel, and the composition only mg.composed().
+    composition of other functions that each kernel must equal. With `rules` beside it, or with `fused=True` and no
+    kernel at all, those serve higher orders and backends without a kernel, and the composition only mg.composed().
     """
     if forward is not None:
         return Primitive(forward, **options)
@@ -717,6 +717,10 @@ class Node:
         kept = [] if self.targets is None else [*self.arrays, self.y, *self.residuals]
         kept = [b for a in kept for b in (a if isinstance(a, tuple) else (a,))]
         return sum({id(a): a.nbytes for a in kept if is_array(a)}.values())
+
+    def keeps(self, array: Any) -> bool:
+        """Whether this very array is one the node keeps."""
+        return array in _Identity((*self.arrays, self.y, *self.residuals))
 
     def release(self) -> None:
         """Drop everything kept; the node cannot run again."""
@@ -829,7 +833,10 @@ def _record(op: Primitive, body: Body, args: Sequence, arrays: list, params: dic
     memories: dict[int, Memory] = {}
     targets, kept = [], []
     for i, arg in enumerate(args):
-        kept.append(arrays[i] if keep[i] else None)
+        array = arrays[i] if keep[i] else None
+        if array.__class__ is np.ndarray and not isinstance(arg, Tensor):
+            array = array.copy()                         # the user's own array: what is done to it later is not seen
+        kept.append(array)
         target: Any = None
         if isinstance(arg, Tensor):
             memory = arg._memory
@@ -839,7 +846,7 @@ def _record(op: Primitive, body: Body, args: Sequence, arrays: list, params: dic
                     target = arg
                 elif memory is not None and memory.written > source.index:
                     raise RuntimeError(f"[{op.name}] {op.named(args)[i]} was overwritten in place, through a view, "
-                                       f"after [{source.name}] computed it: its history is not true any more; .detach() it")
+                                       f"after [{source.name}] computed it: its history is not true any more; detach it")
             if keep[i]:
                 if memory is None:
                     memory = arg._memory = Memory()
@@ -927,8 +934,8 @@ def _pull_back(seeds: list[tuple[Any, Any]], wanted: Sequence | None = None, cre
                             made.add(target)
                         elif old is None:
                             cts[target] = c
-                            if c is not ct and getattr(c, "base", None) is None:
-                                made.add(target)         # not a view, not the cotangent that came in: nobody else's
+                            if c is not ct and getattr(c, "base", None) is None and not node.keeps(c):
+                                made.add(target)         # no view, not the cotangent that came in: nobody else's
                         elif create_graph or target not in made:
                             cts[target] = _add(old, c)
                             made.add(target)

@@ -234,8 +234,8 @@ def scaled_dot_product_attention(q, k, v, attn_mask=None, dropout_p=0.0, is_caus
 def _kv_map(op, heads, shared, enable_gqa, kv_head):
     """g(r) for each query head as a tuple, or None when every head has its own."""
     if kv_head is not None:
-        given = [int(r) for r in np.asarray(kv_head).reshape(-1)]
-        if len(given) != heads or not all(0 <= r < shared for r in given):
+        given = np.asarray(kv_head).reshape(-1).tolist()
+        if len(given) != heads or not all(isinstance(r, int) for r in given) or not all(0 <= r < shared for r in given):
             raise ValueError(f"[{op}] kv_head names for each of {heads} query heads one of {shared} key/value heads, "
                              f"0 to {shared - 1}: got {given}")
         return tuple(given)

@@ -13,9 +13,10 @@ from minigrad.tape import _raw, _wrap, primitive, sample
 
 
 def check_ids(op: str, ids, n: int, low: int = 0, but: int | None = None):
-    """`ids` as a raw integer array, every one in low .. n-1 (or equal to `but`); an error names the first that is not."""
+    """`ids` as a raw integer array of its own, all in low .. n-1 (or equal to `but`); an error names the first that is
+    not."""
     ids = _raw(ids)
-    ids = ids if is_array(ids) else np.asarray(ids, dtype=None if np.size(ids) else np.int64)
+    ids = ids.copy() if is_array(ids) else np.asarray(ids, dtype=None if np.size(ids) else np.int64)
     if ids.dtype.kind not in "iu":
         raise TypeError(f"[{op}] ids are integers: got {ids.dtype}")
     bad = (ids < low) | (ids >= n)

@@ -141,7 +141,9 @@ def _plain_key(key):
     if isinstance(key, tuple):
         return tuple(_plain_key(k) for k in key)
     key = key._data if isinstance(key, Tensor) else key
-    return np.asarray(key, dtype=None if len(key) else np.int64) if isinstance(key, list) else key
+    if isinstance(key, list):
+        return np.asarray(key, dtype=None if len(key) else np.int64)
+    return key.copy() if is_array(key) else key          # what the user does to it later is not seen
 
 
 def _getitem_rule(ct, x_shape, key):

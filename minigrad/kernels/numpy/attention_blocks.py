@@ -136,7 +136,7 @@ class Problem:
     def stacked(self, x, b):
         """The block's rows of x (N, P, G, T, width), its heads stacked: (n, p, G rows, width)."""
         x = cut(x, b.n, b.stack, ALL, b.rows)
-        return x.reshape(*x.shape[:2], -1, x.shape[-1])
+        return x.reshape(*x.shape[:2], x.shape[2] * x.shape[3], x.shape[-1])
 
     def put(self, x, b, part):
         """Store what `stacked` takes."""
