@@ -81,7 +81,7 @@ def composed() -> contextlib.AbstractContextManager[None]:
 
 
 class Watcher:
-    """What may look on while a `with` block runs (see `study/watch.py`); it changes nothing and, unused, costs nothing."""
+    """What may look on while a `with` block runs (see `study/watch.py`); changes nothing and, unused, costs nothing."""
 
     def __enter__(self) -> Any:
         _state.watchers += (self,)
@@ -511,7 +511,7 @@ primitives: dict[str, Primitive] = {}                    # every op there is, by
 
 
 class Primitive:
-    """A differentiable function of arrays, made by `@primitive`: called with Tensors it records, with raw arrays not."""
+    """A differentiable function of arrays, made by `@primitive`: given Tensors it records, given raw arrays not."""
 
     def __init__(self, forward: Callable, *, rules: Sequence[Callable | None] | None = None,
                  rule: Callable | None = None, samples: Sequence[Sample] = (), residuals: Sequence[str] = (),
@@ -846,7 +846,8 @@ def _record(op: Primitive, body: Body, args: Sequence, arrays: list, params: dic
                     target = arg
                 elif memory is not None and memory.written > source.index:
                     raise RuntimeError(f"[{op.name}] {op.named(args)[i]} was overwritten in place, through a view, "
-                                       f"after [{source.name}] computed it: its history is not true any more; detach it")
+                                       f"after [{source.name}] computed it: its history is not true any more; "
+                                       "detach it")
             if keep[i]:
                 if memory is None:
                     memory = arg._memory = Memory()

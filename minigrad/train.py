@@ -167,8 +167,8 @@ class Run:
 
 
 def keep_freed_memory() -> None:
-    """Let the process keep the memory of freed arrays for the next ones. Without this glibc hands every large array back
-    to the system, and the next one is mapped and zeroed anew, page by page: a seventh of a small model's step."""
+    """Let the process keep the memory of freed arrays for the next ones. Without this glibc hands every large array
+    back to the system, and the next one is mapped and zeroed anew, page by page: a seventh of a small model's step."""
     with suppress(OSError, AttributeError):              # another libc has no such knob
         mallopt = ctypes.CDLL(None).mallopt
         for knob in (-1, -3):                            # M_TRIM_THRESHOLD, M_MMAP_THRESHOLD

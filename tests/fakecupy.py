@@ -2,9 +2,9 @@
 
     monkeypatch.setitem(sys.modules, "cupy", fakecupy)
 
-It raises CuPy's errors for mixed host and device arrays, fills uninitialised memory with NaN, refuses names that CuPy lacks
-(if CuPy is installed: importing it needs no GPU), refuses out-of-range indices, which CuPy would wrap in silence, and counts
-or forbids everything that makes the host wait (`no_sync`).
+It raises CuPy's errors for mixed host and device arrays, fills uninitialised memory with NaN, refuses names that CuPy
+lacks (if CuPy is installed: importing it needs no GPU), refuses out-of-range indices, which CuPy would wrap in silence,
+and counts or forbids everything that makes the host wait (`no_sync`).
 """
 import contextlib
 import math
@@ -13,7 +13,7 @@ import types
 import numpy as np
 
 try:
-    import cupy as _real              # importing CuPy needs no GPU: use it to learn which names exist
+    import cupy as _real  # importing CuPy needs no GPU: use it to learn which names exist
 except ImportError:
     _real = None
 
@@ -72,7 +72,8 @@ class ndarray:
         self._a = a
 
     dtype, shape, ndim, size, strides, itemsize, nbytes, flags = (
-        property(lambda s, n=n: getattr(s._a, n)) for n in "dtype shape ndim size strides itemsize nbytes flags".split())
+        property(lambda s, n=n: getattr(s._a, n))
+        for n in "dtype shape ndim size strides itemsize nbytes flags".split())
     T = property(lambda s: _out(s._a.T))
     device = types.SimpleNamespace(id=0)
     base = property(lambda s: s._a.base)
@@ -125,10 +126,22 @@ class ndarray:
     def __setitem__(self, key, value):
         self._a[self._index(key, store=True)] = _in(value)
 
-    def __bool__(self): _sync("bool()"); return bool(self._a)
-    def __float__(self): _sync("float()"); return float(self._a)
-    def __int__(self): _sync("int()"); return int(self._a)
-    def __index__(self): _sync("index()"); return self._a.__index__()
+    def __bool__(self):
+        _sync("bool()")
+        return bool(self._a)
+
+    def __float__(self):
+        _sync("float()")
+        return float(self._a)
+
+    def __int__(self):
+        _sync("int()")
+        return int(self._a)
+
+    def __index__(self):
+        _sync("index()")
+        return self._a.__index__()
+
     def __len__(self): return len(self._a)
     def __iter__(self): return (self[i] for i in range(len(self)))
     def __repr__(self): return f"fakecupy.{self._a!r}"
@@ -141,10 +154,10 @@ def _binary(op, ufunc, reverse=False):
     return f
 
 
-for _op, _u in dict(add="add", sub="subtract", mul="multiply", truediv="true_divide", floordiv="floor_divide", mod="remainder",
-                    pow="power", matmul="matmul", rshift="right_shift", lshift="left_shift", xor="bitwise_xor",
-                    **{"and": "bitwise_and", "or": "bitwise_or"}, lt="less", le="less_equal", gt="greater", ge="greater_equal",
-                    eq="equal", ne="not_equal").items():
+for _op, _u in dict(add="add", sub="subtract", mul="multiply", truediv="true_divide", floordiv="floor_divide",
+                    mod="remainder", pow="power", matmul="matmul", rshift="right_shift", lshift="left_shift",
+                    xor="bitwise_xor", **{"and": "bitwise_and", "or": "bitwise_or"}, lt="less", le="less_equal",
+                    gt="greater", ge="greater_equal", eq="equal", ne="not_equal").items():
     setattr(ndarray, f"__{_op}__", _binary(_op, _u))
     if _op not in ("lt", "le", "gt", "ge", "eq", "ne"):
         setattr(ndarray, f"__r{_op}__", _binary(_op, _u, True))
@@ -182,7 +195,8 @@ def _check_matmul(a, b):              # CuPy 14.2: a batched product in half pre
         raise TypeError("data type 'E' not understood")
 
 
-def array(x, dtype=None, **kw): return ndarray(np.array(x._a if isinstance(x, ndarray) else x, dtype))       # an explicit copy to the GPU
+def array(x, dtype=None, **kw):       # an explicit copy to the GPU
+    return ndarray(np.array(x._a if isinstance(x, ndarray) else x, dtype))
 def asarray(x, dtype=None, **kw): return x if isinstance(x, ndarray) and dtype in (None, x.dtype) else array(x, dtype)
 def asnumpy(x, **kw): return x.get() if isinstance(x, ndarray) else np.asarray(x)
 def empty(shape, dtype=float, **kw):  # poison what an uninitialised buffer holds

@@ -1,7 +1,7 @@
 """The second device without a GPU: the op table, layers, optimisers and a training run on a strict stand-in for CuPy.
 
-It shows that no op mixes host and device arrays, uses a name CuPy lacks, or waits for the device inside a training step. It
-says nothing of speed, nor of what only a real GPU does."""
+It shows that no op mixes host and device arrays, uses a name CuPy lacks, or waits for the device inside a training
+step. It says nothing of speed, nor of what only a real GPU does."""
 
 import fakecupy
 import numpy as np

@@ -194,9 +194,9 @@ def scaled_dot_product_attention(q, k, v, attn_mask=None, dropout_p=0.0, is_caus
         raise ValueError(f"[{op}] leading axes must broadcast: q {q.shape}, k {k.shape}, v {v.shape}") from None
     kv_head = _kv_map(op, heads, shared, enable_gqa, kv_head)
     if (is_causal or window is not None) and query_offset is None and t != s:
-        raise ValueError(f"[{op}] causal or windowed attention of {t} queries over {s} keys is ambiguous: say which key "
-                         f"position query 0 has; query_offset={s - t} aligns the ends (decoding with a cache), 0 the "
-                         "beginnings")
+        raise ValueError(f"[{op}] causal or windowed attention of {t} queries over {s} keys is ambiguous: say which "
+                         f"key position query 0 has; query_offset={s - t} aligns the ends (decoding with a cache), 0 "
+                         "the beginnings")
     if np.ndim(query_offset):
         raise ValueError(f"[{op}] query_offset is one integer: got shape {np.shape(query_offset)}; for one a sequence "
                          "pass attn_mask=F.visible_set(T, S, causal=True, query_offset=offsets of shape (B, 1, 1, 1))")
@@ -223,8 +223,8 @@ def scaled_dot_product_attention(q, k, v, attn_mask=None, dropout_p=0.0, is_caus
     if _state.composed:
         implementation = "composed"
     return _implementations[implementation](
-        q, k, v, None if mask is None else on_device_of(mask, q), None if bias is None else on_device_of(bias, q), sinks,
-        scale=1.0 / math.sqrt(d) if scale is None else float(scale), causal=bool(is_causal),
+        q, k, v, None if mask is None else on_device_of(mask, q), None if bias is None else on_device_of(bias, q),
+        sinks, scale=1.0 / math.sqrt(d) if scale is None else float(scale), causal=bool(is_causal),
         query_offset=int(query_offset or 0), window=None if window is None else int(window),
         softcap=None if softcap is None else float(softcap), kv_head=kv_head,
         dropout=(float(dropout_p), stream.key()) if dropout_p else None,
@@ -235,15 +235,15 @@ def _kv_map(op, heads, shared, enable_gqa, kv_head):
     """g(r) for each query head as a tuple, or None when every head has its own."""
     if kv_head is not None:
         given = np.asarray(kv_head).reshape(-1).tolist()
-        if len(given) != heads or not all(isinstance(r, int) for r in given) or not all(0 <= r < shared for r in given):
+        if len(given) != heads or not all(isinstance(r, int) and 0 <= r < shared for r in given):
             raise ValueError(f"[{op}] kv_head names for each of {heads} query heads one of {shared} key/value heads, "
                              f"0 to {shared - 1}: got {given}")
         return tuple(given)
     if heads == shared:
         return None
     if not enable_gqa:
-        raise ValueError(f"[{op}] {heads} query heads over {shared} key/value heads: pass enable_gqa=True to share them "
-                         "in order, or kv_head=[...]")
+        raise ValueError(f"[{op}] {heads} query heads over {shared} key/value heads: pass enable_gqa=True to share "
+                         "them in order, or kv_head=[...]")
     if shared == 0 or heads % shared:
         raise ValueError(f"[{op}] query heads must be a multiple of key/value heads to share them evenly: {heads} over "
                          f"{shared}; or pass kv_head=[...]")

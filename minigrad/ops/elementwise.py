@@ -1,4 +1,4 @@
-"""Functions of one element at a time. All broadcast like NumPy; the engine sums cotangents back (A vjp per argument)."""
+"""Functions of one element at a time. All broadcast like NumPy; the engine sums cotangents back (a vjp per input)."""
 
 from __future__ import annotations
 
@@ -38,8 +38,8 @@ def multiply(a, b, /):
     return a * b
 
 
-@primitive(broadcasts=True, samples=[sample((2, 3), (2, 3), low=0.5), sample((2, 1), (1, 3), low=0.5), sample(2.0, (3,), low=0.5)],
-           rules=[lambda ct, b: ct / b, lambda ct, b, y: -(ct * y) / b])
+@primitive(broadcasts=True, rules=[lambda ct, b: ct / b, lambda ct, b, y: -(ct * y) / b],
+           samples=[sample((2, 3), (2, 3), low=0.5), sample((2, 1), (1, 3), low=0.5), sample(2.0, (3,), low=0.5)])
 def divide(a, b, /):
     """a / b;  ct_b = -ct y / b"""
     return a / b
@@ -209,8 +209,8 @@ def _inside(x, low, high):
     return keep if high is None else keep & (x <= high)
 
 
-@primitive(broadcasts=True, samples=[sample((2, 3), -1.0, 1.0), sample((2, 3), (3,), None), sample((2, 3), None, (2, 1)),
-                                     sample((2, 3), (3,), 1.9), sample((2,), None, None)],
+@primitive(broadcasts=True, samples=[sample((2, 3), -1.0, 1.0), sample((2, 3), (3,), None),
+                                     sample((2, 3), None, (2, 1)), sample((2, 3), (3,), 1.9), sample((2,), None, None)],
            rules=[lambda ct, x, low, high: ct * _inside(x, low, high), lambda ct, x, low: ct * (x < low),
                   lambda ct, x, high: ct * (x > high)])
 def clip(x, low=None, high=None, /):
@@ -221,7 +221,8 @@ def clip(x, low=None, high=None, /):
 
 @primitive(broadcasts=True, samples=[sample(np.array([True, False, True]), (2, 3), (3,)),
                                      sample(np.array([[True], [False]]), (3,), 0.0), sample(np.array(True), (), (2,))],
-           rules=[None, lambda ct, condition: _where(condition, ct, 0.0), lambda ct, condition: _where(condition, 0.0, ct)])
+           rules=[None, lambda ct, condition: _where(condition, ct, 0.0),
+                  lambda ct, condition: _where(condition, 0.0, ct)])
 def _where(condition, a, b, /):
     """a where the condition holds, else b"""
     return xp(condition).where(condition, a, b)

@@ -1,5 +1,5 @@
-"""Taking by number: embedding, take, take_along_axis, one_hot. Numbers out of range are errors that name number and size;
-they never wrap. take and take_along_axis count negatives from the end as NumPy does, an embedding does not."""
+"""Taking by number: embedding, take, take_along_axis, one_hot. Numbers out of range are errors that name number and
+size; they never wrap. take and take_along_axis count negatives from the end as NumPy does, an embedding does not."""
 
 from __future__ import annotations
 
@@ -22,7 +22,8 @@ def check_ids(op: str, ids, n: int, low: int = 0, but: int | None = None):
     bad = (ids < low) | (ids >= n)
     bad = bad if but is None else bad & (ids != but)
     if ids.size and bool(bad.any()):
-        where = tuple(int(i[0]) for i in to_host(xp(ids).stack(bad.nonzero())).reshape(ids.ndim, -1)) if ids.ndim else ()
+        every = to_host(xp(ids).stack(bad.nonzero())) if ids.ndim else ()
+        where = tuple(int(i[0]) for i in every)
         raise IndexError(f"[{op}] id {int(ids[where])} at {where} is out of range for size {n}")
     return ids
 
@@ -36,7 +37,8 @@ def _scatter(ct, ids, table_shape):
 
 
 @primitive(kernels={"numpy": (_lookup, _scatter)},
-           samples=[sample((5, 3), ids=np.array([[0, 4], [4, 2]])), sample((4, 2), ids=np.array(1)), sample((4, 2), ids=np.zeros((0, 2), int))])
+           samples=[sample((5, 3), ids=np.array([[0, 4], [4, 2]])), sample((4, 2), ids=np.array(1)),
+                    sample((4, 2), ids=np.zeros((0, 2), int))])
 def _embedding(table, /, ids):
     return getitem(table, ids)
 

@@ -37,9 +37,10 @@ def _matmul_rule_b(ct, a, b_shape):
 
 
 @primitive(broadcasts=True, rules=[_matmul_rule_a, _matmul_rule_b],
-           samples=[sample((2, 3), (3, 4)), sample((2, 4, 3), (3, 5)), sample((2, 1, 4, 3), (5, 3, 2)), sample((3,), (3,)),
-                    sample((2, 3), (3,)), sample((4, 2, 3), (3,)), sample((3,), (3, 2)), sample((3,), (4, 3, 2)),
-                    sample((2, 0), (0, 3)), sample((2, 3, 4), (5, 6), error="[matmul] inner sizes differ: a (2, 3, 4) @ b (5, 6)"),
+           samples=[sample((2, 3), (3, 4)), sample((2, 4, 3), (3, 5)), sample((2, 1, 4, 3), (5, 3, 2)),
+                    sample((3,), (3,)), sample((2, 3), (3,)), sample((4, 2, 3), (3,)), sample((3,), (3, 2)),
+                    sample((3,), (4, 3, 2)), sample((2, 0), (0, 3)),
+                    sample((2, 3, 4), (5, 6), error="[matmul] inner sizes differ: a (2, 3, 4) @ b (5, 6)"),
                     sample((), (2,), error="[matmul] both sides need at least one axis")])
 def matmul(a, b, /):
     """a @ b: (*S, n, k) @ (*S, k, m) -> (*S, n, m), leading axes broadcast; a vector stands for a row or a column.
@@ -93,7 +94,8 @@ def _parse(subscripts: str, shapes) -> tuple[list[str], str]:
     if len(terms) != len(shapes):
         raise ValueError(f"[einsum] {len(terms)} terms in {subscripts!r} but {len(shapes)} operands")
     free = [c for c in string.ascii_letters if c not in text]
-    longest = max((len(shape) - len(term.replace("...", "")) for term, shape in zip(terms, shapes) if "..." in term), default=0)
+    longest = max((len(shape) - len(term.replace("...", "")) for term, shape in zip(terms, shapes) if "..." in term),
+                  default=0)
     dots = "".join(free[:max(longest, 0)])
     spelled = []
     for term, shape in zip(terms, shapes):
@@ -115,9 +117,10 @@ def _einsum_rule(ct, operands, shapes, needs, terms, out):
         others = [j for j in range(len(terms)) if j != i]
         known = set(out).union(*(terms[j] for j in others))
         alone = [(c, n) for c, n in zip(terms[i], shapes[i]) if c not in known]
-        ones = [xp(operands[i] if is_array(operands[i]) else operands[i]._data).ones(n, operands[i].dtype) for _, n in alone]
-        c = _einsum(ct, *[operands[j] for j in others], *ones, terms=(out, *(terms[j] for j in others), *(c for c, _ in alone)),
-                    out=terms[i]) if want else None
+        ones = [xp(operands[i] if is_array(operands[i]) else operands[i]._data).ones(n, operands[i].dtype)
+                for _, n in alone]
+        c = _einsum(ct, *[operands[j] for j in others], *ones, out=terms[i],
+                    terms=(out, *(terms[j] for j in others), *(c for c, _ in alone))) if want else None
         full = None if c is None else np.broadcast_shapes(c.shape, shapes[i])
         cts.append(c if c is None or c.shape == full else broadcast_to(c, full))  # others had length 1 there
     return tuple(cts)
@@ -125,7 +128,8 @@ def _einsum_rule(ct, operands, shapes, needs, terms, out):
 
 @primitive(broadcasts=True, rule=_einsum_rule,
            samples=[sample((2, 3), (3, 4), terms=("ij", "jk"), out="ik"), sample((2, 3), terms=("ij",), out="j"),
-                    sample((2, 3), (3, 2), (2,), terms=("ij", "ji", "i"), out=""), sample((2, 3), terms=("ij",), out="ji")])
+                    sample((2, 3), (3, 2), (2,), terms=("ij", "ji", "i"), out=""),
+                    sample((2, 3), terms=("ij",), out="ji")])
 def _einsum(*operands, terms, out):
     return xp(operands[0]).einsum(",".join(terms) + "->" + out, *operands, optimize=len(operands) > 1)
 

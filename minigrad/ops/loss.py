@@ -44,7 +44,8 @@ def cross_entropy(logits, targets, ignore_index=-100, label_smoothing=0.0, reduc
     v = logits.shape[-1] if logits.ndim else 0
     ids = check_ids("cross_entropy", targets, v, but=ignore_index)
     if ids.shape != logits.shape[:-1]:
-        raise ValueError(f"[cross_entropy] logits are (*S, V) and targets (*S): logits {logits.shape}, targets {ids.shape}")
+        raise ValueError(f"[cross_entropy] logits are (*S, V) and targets (*S): logits {logits.shape}, "
+                         f"targets {ids.shape}")
     flat = on_device_of(ids, logits).reshape(-1)
     losses = _cross_entropy(reshape(logits, (-1, v)) if logits.ndim != 2 else logits, targets=flat,
                             ignore_index=ignore_index, label_smoothing=float(label_smoothing))

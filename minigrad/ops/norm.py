@@ -28,11 +28,12 @@ def _rms_norm(x, weight, eps):
 
 
 @primitive(kernels={"numpy": (_layer_norm, _numpy.layer_norm_backward, "mean", "rstd")},
-           samples=[sample((2, 3)), sample((2, 5, 4), (4,), (4,)), sample((2, 4), (4,)), sample((2, 4), None, (4,)), sample((3,)),
-                    sample((0, 4), (4,), (4,)), sample((2, 3), (2,), error="[layer_norm] weight and bias are (C,)")])
+           samples=[sample((2, 3)), sample((2, 5, 4), (4,), (4,)), sample((2, 4), (4,)), sample((2, 4), None, (4,)),
+                    sample((3,)), sample((0, 4), (4,), (4,)),
+                    sample((2, 3), (2,), error="[layer_norm] weight and bias are (C,)")])
 def layer_norm(x, weight=None, bias=None, /, eps=1e-5):
-    """y = (x - mean) / sqrt(var + eps) * weight + bias over the last axis: x (*S, C), weight and bias (C,); var is biased
-    (Ba, Kiros and Hinton, 2016)"""
+    """y = (x - mean) / sqrt(var + eps) * weight + bias over the last axis: x (*S, C), weight and bias (C,); var is
+    biased (Ba, Kiros and Hinton, 2016)"""
     _check("layer_norm", x, weight, bias)
     centred = x - x.mean(axis=-1, keepdims=True)
     y = centred / ((centred * centred).mean(axis=-1, keepdims=True) + eps) ** 0.5

@@ -24,7 +24,8 @@ def _turn(x, cos, sin, interleaved):
 _angle = np.linspace(0.1, 2.0, 6).reshape(3, 2)
 
 
-@primitive(fused=True, rules=[lambda ct, cos, sin, interleaved: _rotary(ct, cos=cos, sin=-sin, interleaved=interleaved)],
+@primitive(fused=True,
+           rules=[lambda ct, cos, sin, interleaved: _rotary(ct, cos=cos, sin=-sin, interleaved=interleaved)],
            samples=[sample((2, 3, 4), cos=np.cos(_angle), sin=np.sin(_angle)),
                     sample((2, 3, 4), cos=np.cos(_angle), sin=np.sin(_angle), interleaved=True),
                     sample((3, 7), cos=np.cos(_angle), sin=np.sin(_angle))])
@@ -41,8 +42,8 @@ def rotary_embedding(x, cos, sin, interleaved=False):
     cos, sin = on_device_of(_raw(cos), x), on_device_of(_raw(sin), x)
     r = cos.shape[-1] if cos.ndim else 0
     if cos.shape != sin.shape or 2 * r > x.shape[-1] or x.ndim < 2:
-        raise ValueError(f"[rotary_embedding] cos and sin are (..., T, R/2) with R at most D: x {x.shape}, cos {cos.shape}, "
-                         f"sin {sin.shape}")
+        raise ValueError(f"[rotary_embedding] cos and sin are (..., T, R/2) with R at most D: x {x.shape}, "
+                         f"cos {cos.shape}, sin {sin.shape}")
     np.broadcast_shapes(cos.shape[:-1], x.shape[:-1])
     return _rotary(x, cos=cos.astype(x.dtype), sin=sin.astype(x.dtype), interleaved=bool(interleaved))
 

@@ -84,7 +84,7 @@ def _finite(y):
 @primitive(samples=_rows, rules=[lambda ct, x, y, axis, keepdims: _keep(ct, x.shape, axis, keepdims)
                                  * exp(x - _finite(_keep(y, x.shape, axis, keepdims)))])
 def logsumexp(x, /, axis=None, keepdims=False):
-    """log sum e^x = m + log sum e^(x - m) with m = max x;  ct_x = ct e^(x - y). -inf for a row of -inf, with gradient 0."""
+    """log sum e^x = m + log sum e^(x - m) with m = max x;  ct_x = ct e^(x - y). A row of -inf: -inf, gradient 0."""
     m = xp(x)
     top = (x.max if x.size else x.sum)(axis=axis, keepdims=True)  # nothing has no maximum, but a sum of 0
     top = m.where(m.isfinite(top), top, m.zeros_like(top))

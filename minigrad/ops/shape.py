@@ -1,5 +1,5 @@
-"""Functions that move elements about and change none. `reshape` and `transpose` give back the inverse permutation in the
-backward pass (A.10.5): they only re-index, so the cotangent is re-indexed the other way."""
+"""Functions that move elements about and change none. `reshape` and `transpose` give back the inverse permutation in
+the backward pass (A.10.5): they only re-index, so the cotangent is re-indexed the other way."""
 
 from __future__ import annotations
 
@@ -105,8 +105,8 @@ def _unpad(ct, width):
     return ct[tuple(slice(a, ct.shape[i] - b) for i, (a, b) in enumerate(width))]
 
 
-@primitive(samples=[sample((2, 3), width=((1, 0), (0, 2))), sample((2, 3), width=((0, 0), (1, 1)), constant_values=5.0)],
-           rules=[_unpad])
+@primitive(rules=[_unpad], samples=[sample((2, 3), width=((1, 0), (0, 2))),
+                                    sample((2, 3), width=((0, 0), (1, 1)), constant_values=5.0)])
 def _pad(x, /, width, constant_values=0.0):
     return xp(x).pad(x, width, constant_values=constant_values)
 
@@ -153,8 +153,9 @@ def _getitem_rule(ct, x_shape, key):
 
 
 @primitive(view=True, rules=[_getitem_rule],
-           samples=[sample((3, 4), key=1), sample((3, 4), key=(slice(None), slice(0, 4, 2))), sample((3, 4), key=(..., None, -1)),
-                    sample((3, 4), key=_ids), sample((3, 4), key=(slice(None), _ids)), sample((3, 4), key=(_ids, _ids)),
+           samples=[sample((3, 4), key=1), sample((3, 4), key=(slice(None), slice(0, 4, 2))),
+                    sample((3, 4), key=(..., None, -1)), sample((3, 4), key=_ids),
+                    sample((3, 4), key=(slice(None), _ids)), sample((3, 4), key=(_ids, _ids)),
                     sample((3,), key=np.array([True, False, True])), sample((3, 4), key=3, error="[getitem]"),
                     sample((3, 4), key=np.array([0, 5]), error="[getitem]")])
 def _getitem(x, /, key):

@@ -36,8 +36,8 @@ _seen = np.array([[True, False, True], [True, True, True]])
 
 @primitive(kernels={"numpy": (_numpy.masked_softmax, lambda ct, y, axis: (_numpy.softmax_backward(ct, y, axis), None))},
            rules=[_softmax_rule, None],
-           samples=[sample((2, 3), _seen), sample((2, 3), None), sample((4, 2, 3), _seen), sample((2, 3), _seen, axis=0),
-                    sample((2, 3), np.array([[False], [True]]))])
+           samples=[sample((2, 3), _seen), sample((2, 3), None), sample((4, 2, 3), _seen),
+                    sample((2, 3), _seen, axis=0), sample((2, 3), np.array([[False], [True]]))])
 def _masked_softmax(scores, visible=None, /, axis=-1):
     """A row that sees nothing gives zeros."""
     if visible is None:
@@ -47,10 +47,10 @@ def _masked_softmax(scores, visible=None, /, axis=-1):
 
 
 def masked_softmax(scores, visible=None, axis=-1, empty_rows="raise"):
-    """softmax over the visible set: A_ij = e^(S_ij - m_i) / sum over visible r of e^(S_ir - m_i), 0 where hidden (A.10.2).
+    """softmax over the visible set: A_ij = e^(S_ij - m_i) / sum over visible r of e^(S_ir - m_i), 0 if hidden (A.10.2).
 
-    scores (*S); visible: bool, broadcastable to scores, **True = seen** (None: all). A score of -inf is hidden too. A row
-    that sees nothing has no softmax: empty_rows="raise" names the first, "zeros" gives zeros and zero gradients.
+    scores (*S); visible: bool, broadcastable to scores, **True = seen** (None: all). A score of -inf is hidden too. A
+    row that sees nothing has no softmax: empty_rows="raise" names the first, "zeros" gives zeros and zero gradients.
     G_S = A (G_A - c), c = sum A G_A (A.10.7): 0 where hidden, each row sums to 0.
     """
     visible = check_visible("masked_softmax", visible, scores.shape)
