@@ -230,7 +230,7 @@ class Lion(Optimizer):
 class Muon(Optimizer):
     """For matrices (d_in, d_out): the momentum's update, made nearly orthogonal (Jordan et al., 2024).
 
-    b = momentum b + (1 - momentum) g;  u = (1 - momentum) g + momentum b (nesterov);  O = five Newton-Schulz steps from
+    b = momentum b + (1 - momentum) g;  u = (1 - momentum) g + momentum b (nesterov);  O = ns_steps Newton-Schulz steps from
     u / |u|;  p *= 1 - lr weight_decay;  p -= lr sqrt(max(1, d_out / d_in)) O. AdamW is for embeddings, norms, biases.
     """
 
@@ -340,7 +340,7 @@ Schedule = Callable[[int], float]
 def constant_schedule(lr: float, warmup: int = 0) -> Schedule:
     """step -> lr, rising in a straight line over the first `warmup` steps. Steps count from 0, as in all schedules:
     `for group in optimizer.param_groups: group["lr"] = schedule(step)`."""
-    return lambda step: lr * min(1.0, (step + 1) / (warmup + 1))
+    return _schedule(lr, warmup, warmup, 0.0, lambda x: 1.0)
 
 
 def linear_schedule(lr: float, steps: int, warmup: int = 0, min_lr: float = 0.0) -> Schedule:

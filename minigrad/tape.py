@@ -16,9 +16,10 @@ How it works, once:
 * Rules are written with minigrad's own functions, and those pass raw arrays straight through. So one rule serves both
   passes: on raw arrays (fast, nothing recorded), and on Tensors (`create_graph=True`), which records the backward pass
   itself and so gives derivatives of any order.
-* A **fused** primitive carries its composition of plain primitives as `reference` and a kernel per backend. Kernels
-  know first order only: under `create_graph` the engine differentiates the reference; on a backend without a kernel,
-  and under `mg.composed()`, the reference runs in the first place.
+* A **fused** primitive carries its composition of plain primitives as `reference`, and beside it kernels, by backend,
+  which know first order only. What serves higher orders is either a differentiable rule that stands beside the kernel
+  (softmax: it needs only y) or the reference, which the engine then differentiates. The reference is also what runs on a
+  backend without a kernel, and under `mg.composed()`.
 """
 
 from __future__ import annotations
@@ -223,7 +224,7 @@ class Tensor:
     # its values
     @property
     def data(self) -> Any:
-        """The raw array. Writing to it is allowed while no live node needs its values: then it is read-only."""
+        """The raw array, writable while no live node needs its values, and read-only otherwise (NumPy)."""
         memory = _memory(self)
         if memory.held and isinstance(self._data, np.ndarray):
             view = self._data.view()

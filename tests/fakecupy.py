@@ -1,6 +1,6 @@
 """A NumPy-backed stand-in for CuPy that refuses what a GPU array would refuse, for tests without a GPU.
 
-    monkeypatch.setitem(sys.modules, "cupy", fakecupy)
+    fakecupy.install(monkeypatch)                            # now `import cupy` finds this
 
 It raises CuPy's errors for mixed host and device arrays, fills uninitialised memory with NaN, refuses names that CuPy
 lacks (if CuPy is installed: importing it needs no GPU), refuses out-of-range indices, which CuPy would wrap in silence,

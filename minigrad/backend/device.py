@@ -1,4 +1,4 @@
-"""Devices and their array libraries. With `random.py` and the CUDA kernels, the only code that may name CuPy.
+"""Devices and their array libraries: the only code that may name CuPy.
 
 Op mathematics sees `xp` (the array library an array belongs to) and operators. Where NumPy and CuPy differ, the
 difference has one name here: `to_device`, `to_host`, `scatter_add`, `is_array`, `cupyx_special`.

@@ -6,6 +6,7 @@ just its own elements, a checkpoint replays the words it used, and a run resumes
 
 from __future__ import annotations
 
+import math
 import threading
 from typing import Any
 
@@ -56,6 +57,11 @@ class Key(tuple):
         rows = xp.arange(max(1, -(-size // width)), dtype=xp.int64)[:, None]
         columns = xp.arange(min(size, width), dtype=xp.int64)[None]
         return self.bits(rows, columns, xp).reshape(-1)[:size]
+
+
+def drop_below(p: float) -> int:
+    """Dropout with probability p drops the elements whose word is below this."""
+    return min(math.ceil(p * 2**32), 2**32 - 1)
 
 
 class Stream:

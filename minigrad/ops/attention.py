@@ -8,7 +8,7 @@ import math
 import numpy as np
 
 from minigrad.backend.device import is_array, xp
-from minigrad.backend.random import Key, stream
+from minigrad.backend.random import Key, drop_below, stream
 from minigrad.kernels.numpy import attention as _numpy
 from minigrad.ops.elementwise import on_device_of, tanh
 from minigrad.ops.index import take
@@ -98,7 +98,7 @@ def _composition(q, k, v, mask=None, bias=None, sinks=None, /, scale=1.0, causal
     if dropout is not None:
         p, key = dropout
         rows = m.arange(math.prod(a.shape[:-1])).reshape(*a.shape[:-1], 1)
-        keep = key.bits(rows, m.arange(a.shape[-1]), m) >= m.uint32(round(p * 2**32))
+        keep = key.bits(rows, m.arange(a.shape[-1]), m) >= m.uint32(drop_below(p))
         a = a * (keep * a.dtype.type(1.0 / (1.0 - p)))
     return a @ v                                         # (A.10.3)
 

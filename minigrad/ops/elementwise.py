@@ -184,7 +184,6 @@ def abs_(x, /):
     return xp(x).abs(x)
 
 
-# At a tie each side gets half.
 @primitive(broadcasts=True, samples=_errors("maximum", _pair),
            rules=[lambda ct, a, b: ct * ((a > b) + 0.5 * (a == b)), lambda ct, a, b: ct * ((b > a) + 0.5 * (a == b))])
 def maximum(a, b, /):

@@ -23,8 +23,8 @@ def check_ids(op: str, ids, n: int, low: int = 0, but: int | None = None):
     bad = bad if but is None else bad & (ids != but)
     if ids.size and bool(bad.any()):
         every = to_host(xp(ids).stack(bad.nonzero())) if ids.ndim else ()
-        where = tuple(int(i[0]) for i in every)
-        raise IndexError(f"[{op}] id {int(ids[where])} at {where} is out of range for size {n}")
+        at = tuple(int(i[0]) for i in every)
+        raise IndexError(f"[{op}] id {int(ids[at])} at {at} is out of range for size {n}")
     return ids
 
 
@@ -40,6 +40,7 @@ def _scatter(ct, ids, table_shape):
            samples=[sample((5, 3), ids=np.array([[0, 4], [4, 2]])), sample((4, 2), ids=np.array(1)),
                     sample((4, 2), ids=np.zeros((0, 2), int))])
 def _embedding(table, /, ids):
+    """table[ids]; ct_table sums ct over equal ids"""
     return getitem(table, ids)
 
 

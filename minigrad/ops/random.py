@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from minigrad.backend.device import xp
-from minigrad.backend.random import Key, stream
+from minigrad.backend.random import Key, drop_below, stream
 from minigrad.tape import _raw, primitive, sample
 
 
@@ -14,7 +14,7 @@ def _dropout(x, /, p, key):
     """x keep / (1 - p); linear in x, so the cotangent takes the same path with the same bits."""
     raw = _raw(x)
     m = xp(raw)
-    keep = key.flat(raw.size, m).reshape(raw.shape) >= m.uint32(min(round(p * 2**32), 2**32 - 1))
+    keep = key.flat(raw.size, m).reshape(raw.shape) >= m.uint32(drop_below(p))
     return x * (keep * raw.dtype.type(1.0 / (1.0 - p)))
 
 

@@ -36,7 +36,7 @@ def _count(shape, axis) -> int:
 @primitive(samples=[*_rows, sample((0, 3), axis=0)],
            rules=[lambda ct, x_shape, axis, keepdims: _spread(ct, x_shape, axis, keepdims)])
 def sum_(x, /, axis=None, keepdims=False):
-    """The sum over `axis`; pairwise, in x's dtype (bool and small integers in int64)."""
+    """The sum over `axis`, in x's dtype (bool and small integers in 64 bits, as NumPy's)."""
     return x.sum(axis=axis, keepdims=keepdims)
 
 

@@ -77,6 +77,7 @@ def _concatenate_rule(ct, shapes, needs, axis):
 @primitive(rule=_concatenate_rule, samples=[sample((2, 3), (1, 3), axis=0), sample((2, 1), (2, 3), (2, 0), axis=-1),
                                             sample((2, 3), (2,), axis=0, error="[concatenate]")])
 def _concatenate(*xs, axis):
+    """xs one after another along axis; the cotangent is cut where they meet"""
     return xp(xs[0]).concatenate(xs, axis=axis)
 
 
@@ -108,6 +109,7 @@ def _unpad(ct, width):
 @primitive(rules=[_unpad], samples=[sample((2, 3), width=((1, 0), (0, 2))),
                                     sample((2, 3), width=((0, 0), (1, 1)), constant_values=5.0)])
 def _pad(x, /, width, constant_values=0.0):
+    """x with a border of constants; the cotangent is cut back"""
     return xp(x).pad(x, width, constant_values=constant_values)
 
 

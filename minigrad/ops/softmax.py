@@ -7,7 +7,7 @@ import numpy as np
 from minigrad.backend.device import to_host, xp
 from minigrad.kernels.numpy import softmax as _numpy
 from minigrad.ops.elementwise import exp, on_device_of, where
-from minigrad.ops.reduce import _finite, logsumexp
+from minigrad.ops.reduce import logsumexp
 from minigrad.tape import _raw, primitive, sample
 
 _rows = [sample((2, 3)), sample((2, 3), axis=0), sample((2, 3, 4), axis=1), sample((4,)), sample((0, 3)),
@@ -39,11 +39,10 @@ _seen = np.array([[True, False, True], [True, True, True]])
            samples=[sample((2, 3), _seen), sample((2, 3), None), sample((4, 2, 3), _seen),
                     sample((2, 3), _seen, axis=0), sample((2, 3), np.array([[False], [True]]))])
 def _masked_softmax(scores, visible=None, /, axis=-1):
-    """A row that sees nothing gives zeros."""
-    if visible is None:
-        visible = scores == scores
-    hidden = where(visible, scores, -np.inf)
-    return exp(hidden - _finite(logsumexp(hidden, axis=axis, keepdims=True)))
+    """A row that sees nothing gives zeros; one that sees a NaN or +inf gives NaN, which must show."""
+    hidden = scores if visible is None else where(visible, scores, -np.inf)
+    shift = logsumexp(hidden, axis=axis, keepdims=True)
+    return exp(hidden - where(shift == -np.inf, 0.0, where(shift < np.inf, shift, np.nan)))
 
 
 def masked_softmax(scores, visible=None, axis=-1, empty_rows="raise"):

@@ -67,8 +67,8 @@ class detect_anomaly(Watcher):
     """`with mg.detect_anomaly():` raises at the first op that makes a NaN or infinity, forward or backward, naming it
     and the line that called it.
 
-    An infinity that was put in (the -inf of a mask) is not reported. Kept arrays are fingerprinted, so that a write
-    through any old view of them is caught at backward, on every device. Slow; for debugging.
+    An infinity that was put in (the -inf of a mask) is not reported. Kept inputs and outputs are fingerprinted, so
+    that a write through any old view of them is caught at backward, on every device. Slow; for debugging.
     """
 
     def __enter__(self) -> Any:

@@ -13,11 +13,12 @@ so that the products of A.10.3 and A.10.5 run at once over all heads that share 
 
 from collections import defaultdict
 from itertools import pairwise
-from math import ceil, prod
+from math import prod
 from typing import NamedTuple
 
 import numpy as np
 
+from minigrad.backend.random import drop_below
 from minigrad.backend.threads import BLOCK_BYTES, for_rows
 from minigrad.kernels.numpy.blocks import computed_in
 
@@ -207,7 +208,7 @@ class Problem:
             head = ((b.n.start + n) * self.P + b.stack.start + s) * self.G + g
             low, high = head * self.T + b.rows.start, head * self.T + b.rows.stop
             word = self.bits(low, high, keys.start, keys.stop, self.S)
-            kept[n, s, g] = word >= ceil(self.p * 2**32)
+            kept[n, s, g] = word >= drop_below(self.p)
         return kept.reshape(stack(kept.shape))
 
 
