@@ -230,8 +230,9 @@ class Lion(Optimizer):
 class Muon(Optimizer):
     """For matrices (d_in, d_out): the momentum's update, made nearly orthogonal (Jordan et al., 2024).
 
-    b = momentum b + (1 - momentum) g;  u = (1 - momentum) g + momentum b (nesterov);  O = ns_steps Newton-Schulz steps from
-    u / |u|;  p *= 1 - lr weight_decay;  p -= lr sqrt(max(1, d_out / d_in)) O. AdamW is for embeddings, norms, biases.
+    b = momentum b + (1 - momentum) g;  u = (1 - momentum) g + momentum b (nesterov);  O = ns_steps Newton-Schulz steps
+    from u / |u|;  p *= 1 - lr weight_decay;  p -= lr sqrt(max(1, d_out / d_in)) O. AdamW is for embeddings, norms,
+    biases.
     """
 
     slots = ("momentum_buffer",)

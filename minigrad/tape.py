@@ -18,7 +18,7 @@ How it works, once:
   itself and so gives derivatives of any order.
 * A **fused** primitive carries its composition of plain primitives as `reference`, and beside it kernels, by backend,
   which know first order only. What serves higher orders is either a differentiable rule that stands beside the kernel
-  (softmax: it needs only y) or the reference, which the engine then differentiates. The reference is also what runs on a
+  (softmax: it needs only y) or the reference, which the engine then differentiates. The reference also runs on a
   backend without a kernel, and under `mg.composed()`.
 """
 

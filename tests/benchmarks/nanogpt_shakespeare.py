@@ -7,8 +7,10 @@ nanoGPT's README trains a baby GPT on the characters of Shakespeare "on a macboo
 train.py does besides is done here: AdamW with betas (0.9, 0.99) and weight decay 0.1 on matrices alone, gradients
 clipped at 1.0, a learning rate of 1e-3 falling to 1e-4 by a cosine after 100 steps of warm-up, no biases, a tied
 head, exact GELU, the first nine tenths of the text to learn from. It estimates the loss on 20 random batches of the
-rest; so does this script, and at the end it also takes the whole of the rest, once, which leaves no chance in the
-number.
+rest; so does this script, and at the end it also takes the whole of the rest, once, which leaves no chance in that
+number. What chance there is lies in the seed: seeds 1, 2 and 1337 ended at 1.887, 1.941 and 1.920 by nanoGPT's estimate
+and at 1.906, 1.930 and 1.913 on the whole, and PyTorch from the same first weights on the same batches as seed 1337
+printed the same four digits as minigrad at every evaluation.
 
 The text is the file of nanoGPT's data/shakespeare_char (1,115,394 characters), which is not in this repository.
 """
@@ -59,7 +61,7 @@ def main(argv: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     parser.add_argument("--text", required=True, metavar="FILE", help="the text of nanoGPT's data/shakespeare_char")
     parser.add_argument("--steps", type=int, default=2000)
-    parser.add_argument("--seed", type=int, default=1337)
+    parser.add_argument("--seed", type=int, default=1)
     parser.add_argument("--threads", type=int, help="CPU threads (default: all cores)")
     parser.add_argument("--out", metavar="FILE", help="write the curve here as CSV: step, train loss, validation loss")
     args = parser.parse_args(argv)
