@@ -40,7 +40,8 @@ from minigrad.backend.device import device as _device
 from minigrad.backend.random import stream
 
 _clock = itertools.count(1)                              # numbers nodes and writes: what came first, exactly
-_SCALARS = (float, int, bool, complex, type(None))
+_SCALARS = (float, int, bool, type(None))
+_QUERIES = "allclose array_equal array_equiv isclose shape ndim size may_share_memory shares_memory".split()
 
 
 class _State(threading.local):
@@ -54,16 +55,26 @@ class _State(threading.local):
 _state = _State()
 
 
-@contextlib.contextmanager
-def _set(**values: Any) -> Iterator[None]:
-    old = {name: getattr(_state, name) for name in values}
-    try:
-        for name, value in values.items():
-            setattr(_state, name, value)
-        yield
-    finally:
-        for name, value in old.items():
-            setattr(_state, name, value)
+class _set(contextlib.ContextDecorator):
+    """Set fields of the state for a `with` block or a function; may be entered again while it is active."""
+
+    def __init__(self, **values: Any) -> None:
+        self.values, self.old = values, []               # type: ignore[var-annotated]
+
+    def __enter__(self) -> None:
+        self.old.append({name: getattr(_state, name) for name in self.values})
+        vars(_state).update(self.values)
+
+    def __exit__(self, *_: Any) -> None:
+        vars(_state).update(self.old.pop())
+
+    def _recreate_cm(self) -> _set:                      # a decorated function may run in several threads
+        return _set(**self.values)
+
+    def __call__(self, f: Any) -> Any:
+        if inspect.isgeneratorfunction(f):
+            raise TypeError(f"[decorator] {f.__name__} is a generator, whose body runs later: use `with` inside it")
+        return super().__call__(f)
 
 
 def no_grad() -> contextlib.AbstractContextManager[None]:
@@ -85,6 +96,8 @@ class Watcher:
     """What may look on while a `with` block runs (see `study/watch.py`); changes nothing and, unused, costs nothing."""
 
     def __enter__(self) -> Any:
+        if any(w is self for w in _state.watchers):
+            raise RuntimeError(f"[{type(self).__name__}] this one is watching already; make another")
         _state.watchers += (self,)
         return self
 
@@ -113,14 +126,19 @@ class Memory:
 
     written = 0
     held = 0
-    exposed = False
+    exposed: tuple[Any, ...] = ()
     locked: tuple[Any, ...] = ()
 
-    def hold(self, array: Any) -> None:
+    def expose(self, array: Any) -> None:
+        if array not in _Identity(self.exposed):
+            self.exposed += (array,)
+
+    def hold(self) -> None:
         self.held += 1
-        if self.exposed and array not in _Identity(self.locked) and getattr(array.flags, "writeable", False):
-            array.flags.writeable = False                # the user's name for it now refuses writes
-            self.locked += (array,)
+        for array in self.exposed:                       # the user's names for it now refuse writes
+            if array not in _Identity(self.locked) and getattr(array.flags, "writeable", False):
+                array.flags.writeable = False
+                self.locked += (array,)
 
     def release(self) -> None:
         self.held -= 1
@@ -153,6 +171,10 @@ class Tensor:
                  dtype: Any = None) -> None:
         raw = data._data if isinstance(data, Tensor) else data
         to = device_of(raw) if device is None else _device(device)
+        if isinstance(raw, np.ma.MaskedArray):
+            raise TypeError("[tensor] a masked array has no plain values: use .filled(value)")
+        if isinstance(raw, np.ndarray):
+            raw = np.asarray(raw)                        # of a memmap or matrix only the values
         if is_array(raw):
             array = to_device(raw.astype(raw.dtype if dtype is None else dtype, copy=True), to)
         else:
@@ -230,7 +252,7 @@ class Tensor:
             view = self._data.view()
             view.flags.writeable = False
             return view
-        memory.exposed = True
+        memory.expose(self._data)
         return self._data
 
     @data.setter
@@ -243,8 +265,9 @@ class Tensor:
     def copy_(self, value: Any) -> Tensor:
         """Overwrite the values in place, checked: shapes must broadcast; what a live node needed is then stale, which
         its backward reports. A non-leaf becomes a leaf, as its values no longer depend on anything."""
-        raw = value._data if isinstance(value, Tensor) else value
-        raw = to_device(raw, self.device) if is_array(raw) else xp(self._data).asarray(raw, dtype=self.dtype)
+        _refuse_history(value, "copy_", "copy under mg.no_grad()")
+        raw = _raw(value)
+        raw = to_device(raw if is_array(raw) else _from_python(raw).astype(self.dtype), self.device)
         tail = self.shape[max(0, self.ndim - raw.ndim):]
         if raw.ndim > self.ndim or any(n not in (1, m) for n, m in zip(raw.shape, tail)):
             raise ValueError(f"[copy_] the values must broadcast to {self.shape}: got {raw.shape}")
@@ -287,6 +310,7 @@ class Tensor:
             else:
                 dtype = arg
         to, dtype = self.device if device is None else _device(device), np.dtype(dtype or self.dtype)
+        _check_dtype(dtype, False)
         moved = self if to == self.device else _move(self, device=to, source=self.device)
         return moved if moved.dtype == dtype else _cast(moved, dtype=dtype)
 
@@ -371,17 +395,40 @@ class Tensor:
         grad = ", requires_grad=True" if self._tracked and self._node is None else node
         return f"tensor({body}, dtype={self.dtype}{where}{grad})"
 
+    def _in_place(self, other: Any) -> Any:
+        if self._tracked and self._node is None:
+            raise RuntimeError("[in place] x += y would make a new tensor and leave this leaf as it was: write "
+                               "p.copy_(p - step) or p.data -= step.data, or x = x + y")
+        return NotImplemented                            # x += y is x = x + y
+
+    __iadd__ = __isub__ = __imul__ = __itruediv__ = __ipow__ = __imatmul__ = _in_place
+
+    def __array_function__(self, f: Any, types: Any, args: Any, kwargs: Any) -> Any:
+        """np.concatenate([x, y]) and the like: refused where they would cut the graph."""
+        if f.__name__ not in _QUERIES:
+            for x in [*args, *kwargs.values()]:
+                for y in x if isinstance(x, (list, tuple)) else (x,):
+                    _refuse_history(y, f"np.{f.__name__}", "use minigrad.functional")
+        return f._implementation(*args, **kwargs)
+
     def __setitem__(self, key: Any, value: Any) -> None:
         if self._tracked and (_state.recording or self._node is not None):
             raise RuntimeError(
                 "[setitem] writing to part of a tensor with a history would lose its gradient; build a new one: "
                 "mg.where(mask, value, x) or F.concatenate([...]); a leaf may be set under mg.no_grad()")
+        _refuse_history(value, "setitem", "build the tensor with F.stack, F.concatenate or mg.where")
         key = tuple(_raw(k) for k in key) if isinstance(key, tuple) else _raw(key)
         memory = _memory(self)
         if self._data in _Identity(memory.locked):
             raise RuntimeError("[setitem] a live node needs these values; set them after backward, or use .copy_()")
         self._data[key] = _raw(value)
         memory.written = next(_clock)
+
+
+def _refuse_history(x: Any, op: str, instead: str) -> None:
+    """Raise where only the values of x would be used although its history is being recorded."""
+    if isinstance(x, Tensor) and x._tracked and _state.recording:
+        raise RuntimeError(f"[{op}] would take the values of a tensor and lose its gradient: {instead}, or .detach() it")
 
 
 def _raw(x: Any) -> Any:
@@ -405,6 +452,8 @@ def _memory(x: Tensor) -> Memory:
 def _from_python(x: Any, dtype: Any = None) -> np.ndarray:
     """An array of Python numbers or nested lists: floats are float32 unless a NumPy array among them says otherwise."""
     if isinstance(x, (list, tuple)):
+        for v in x:
+            _refuse_history(v, "tensor", "write F.stack([...])")
         x = [_raw(v) for v in x]
     array = np.asarray(x, dtype=dtype)
     strong = isinstance(x, np.generic) or (isinstance(x, list) and any(isinstance(v, np.ndarray) for v in x))
@@ -591,6 +640,8 @@ class Primitive:
         try:
             y = body.forward(*arrays, **params)
         except (ValueError, TypeError, IndexError, AttributeError, OverflowError) as error:
+            if str(error).startswith("["):
+                raise
             raise self._explained(error, args, params) from error
         residuals: tuple = ()
         if body.residuals:
@@ -598,7 +649,10 @@ class Primitive:
         if y.__class__ is not library:
             y = xp(y).asarray(y)                         # NumPy makes scalars of 0-d results
         out = _wrap(y)
-        if needs and state.recording and y.dtype.kind == "f":
+        kind = y.dtype.kind
+        if kind not in "fbiu":
+            _check_dtype(y.dtype, False)
+        if needs and state.recording and kind == "f":
             _record(self, body, args, arrays, params, needs, out, residuals)
         elif self.view:
             _share(out, args[0])
@@ -632,7 +686,7 @@ class Primitive:
         if isinstance(x, np.generic):
             return x.item()
         if is_array(x):
-            return x
+            return np.asarray(x) if isinstance(x, np.ndarray) else x     # of a memmap or matrix only the values
         if isinstance(x, (list, tuple)):
             return _from_python(x)
         raise TypeError(f"[{self.name}] arguments are Tensors, arrays or numbers: got {type(x).__name__}")
@@ -652,14 +706,14 @@ class Primitive:
                          f"move them, for example with .to('{where}')")
 
     def _explained(self, error: Exception, args: tuple, params: dict) -> Exception:
-        if str(error).startswith("["):
-            return error
         unknown = [name for name in params if name not in self.params]
         if unknown:
             return TypeError(f"[{self.name}] takes {self.__signature__}: got {', '.join(unknown)} (names are NumPy's)")
         came = self.listed(args)
         given = "".join(f", {k}={v!r}" for k, v in params.items() if isinstance(v, (int, float, tuple, str, list)))
-        return type(error)(f"[{self.name}] {str(error).strip()}: {came}{given}")
+        kind: type[Exception] = next(k for k in (IndexError, TypeError, OverflowError, AttributeError, ValueError)
+                                     if isinstance(error, k))
+        return kind(f"[{self.name}] {str(error).strip()}: {came}{given}")
 
 
 def primitive(forward: Callable | None = None, **options: Any) -> Any:
@@ -846,13 +900,15 @@ def _record(op: Primitive, body: Body, args: Sequence, arrays: list, params: dic
                 if source is None:
                     target = arg
                 elif memory is not None and memory.written > source.index:
+                    for held in memories.values():
+                        held.release()
                     raise RuntimeError(f"[{op.name}] {op.named(args)[i]} was overwritten in place, through a view, "
                                        f"after [{source.name}] computed it: its history is not true any more; "
                                        "detach it")
             if keep[i]:
                 if memory is None:
                     memory = arg._memory = Memory()
-                memory.hold(arg._data)
+                memory.hold()
                 memories[i] = memory
         targets.append(target)
     if op.view:
@@ -861,14 +917,14 @@ def _record(op: Primitive, body: Body, args: Sequence, arrays: list, params: dic
     if keeps_y:
         node.y = y
         memories[-1] = memory = _memory(out)
-        memory.hold(y)
+        memory.hold()
     node.arrays, node.memories, node.targets = kept, memories, targets
     out._node, out._tracked = node, True
 
 
 def _share(out: Tensor, x: Any) -> None:
     """If `out` is a view of x, they are one piece of memory."""
-    if isinstance(x, Tensor) and getattr(out._data, "base", None) is not None:
+    if isinstance(x, Tensor) and out._data.base is not None and xp(x._data).may_share_memory(out._data, x._data):
         out._memory = _memory(x)
 
 
@@ -1045,10 +1101,12 @@ def gradients(y: Tensor, xs: Any, grad_y: Any = None, create_graph: bool = False
             ct = _raw(ct)
         retain = create_graph if retain_graph is None else retain_graph
         found = _pull_back([(y._node or y, ct)], targets, create_graph, retain)
-    made = []
+    made: list[Tensor] = []
     for x, target in zip(xs, targets):
         ct = found.get(target)
         ct = xp(x._data).zeros(x.shape, x.dtype) if ct is None else ct
+        if is_array(ct) and any(ct is other._data for other in made):    # the same x twice: each its own
+            ct = ct.copy()
         made.append(ct if isinstance(ct, Tensor) else _wrap(ct))
     return made
 
@@ -1126,6 +1184,8 @@ def value_and_grad(f: Callable, argnums: int | Sequence[int] = 0) -> Callable:
 
     def run(*args: Any, **kwargs: Any) -> tuple[Tensor, Any]:
         outer, given = _state.recording, list(args)
+        if len(set(numbers)) < len(numbers):
+            raise ValueError(f"[grad] argnums names an argument twice: {numbers}")
         for i in numbers:
             if not -len(args) <= i < len(args):
                 raise IndexError(f"[grad] argnums names argument {i}, but {len(args)} were given")
@@ -1158,6 +1218,8 @@ def jvp(f: Callable, xs: Sequence, tangents: Sequence) -> tuple[Tensor, Tensor]:
     Forward mode from two reverse passes: u -> J^T u is linear, and its own vjp, at any u, takes t to J t. So every op
     that can be differentiated twice has a jvp, and there are no further rules to get wrong.
     """
+    if isinstance(xs, Tensor) or isinstance(tangents, Tensor):
+        raise TypeError("[jvp] takes tuples, one tangent per argument: mg.jvp(f, (x,), (t,))")
     if len(xs) != len(tangents):
         raise ValueError(f"[jvp] one tangent per argument: got {len(xs)} arguments and {len(tangents)} tangents")
     outer = _state.recording
@@ -1192,20 +1254,16 @@ class _Checkpoint(Node):
 
     f: Callable
     args: list[Any]
-    random: tuple[int, int]
+    random: list[Any]
 
     def pull(self, ct: Any, needed: Any, create_graph: bool) -> list[tuple[Any, Any]]:
         self.check()
         targets = self.targets or ()
-        now, stream.state = stream.state, self.random    # the same random bits
-        try:
-            with enable_grad():
-                args = [_enter(self._input(i), "checkpoint") if targets[i] is not None else a
-                        for i, a in enumerate(self.args)]
-                floor = next(_clock)
-                y = _call(self.f, args, "checkpoint")
-        finally:
-            stream.state = now
+        with enable_grad(), stream.replaying(self.random):
+            args = [_enter(self._input(i), "checkpoint") if targets[i] is not None else a
+                    for i, a in enumerate(self.args)]
+            floor = next(_clock)
+            y = _call(self.f, args, "checkpoint")
         ends = [a._node or a for a, t in zip(args, targets) if t is not None] + list(targets[len(args):])
         found = _pull_back([(y._node or y, ct)], ends, create_graph, create_graph, floor)
         mine = [t for t in targets if t is not None]
@@ -1220,9 +1278,10 @@ def checkpoint(f: Callable, *args: Any) -> Tensor:
     """
     if not _state.recording:
         return _call(f, args, "checkpoint")
-    random, floor = stream.state, next(_clock)
+    floor = next(_clock)
     inner = [a.detach().requires_grad_() if isinstance(a, Tensor) and a._tracked else a for a in args]
-    y = _call(f, inner, "checkpoint")
+    with stream.noting() as random:
+        y = _call(f, inner, "checkpoint")
     mine = set(a for a in inner if isinstance(a, Tensor))
     captured: dict[Any, None] = {}
     stack: list[Any] = [y._node or y]
@@ -1249,7 +1308,7 @@ def checkpoint(f: Callable, *args: Any) -> Tensor:
         for i, held in enumerate([*tensors, *captured]):
             if isinstance(held, Tensor):
                 node.memories[i] = _memory(held)
-                node.memories[i].hold(held._data)
+                node.memories[i].hold()
         node.targets = (*((t._node or t) if t is not None and t._tracked else None for t in tensors), *captured)
         out._memory, out._node, out._tracked = None, node, True
     for watcher in _state.watchers:

@@ -5,6 +5,7 @@ import copy
 import gc
 import itertools
 import pickle
+import sys
 import threading
 import tracemalloc
 import weakref
@@ -1421,3 +1422,167 @@ def test_device_errors():
         for ask in (lambda: mg.tensor(1.0).to("cuda"), lambda: mg.zeros(2, device="cuda")):
             with pytest.raises(RuntimeError, match=r"^\[device\] 'cuda'.*pip install.*'cpu'"):
                 ask()
+
+
+# ------------------------------------------------------------------------- faults once found, each with its right value
+
+
+@pytest.mark.parametrize("use", [lambda w: (leaf([1.0, 2]) @ w.T).sum(), lambda w: (w.reshape(4) ** 2).sum(),
+                                 lambda w: (w[:1] * w[:1]).sum(), lambda w: (w.detach().reshape(4) * w.reshape(4)).sum()])
+@pytest.mark.parametrize("expose", [lambda w: w.data, lambda w: w.T.data, lambda w: w.reshape(4).data])
+def test_data_is_locked_by_a_node_that_keeps_any_view_of_it(use, expose):
+    """The raw array was taken from w or a view of it, and the node keeps another view: one piece of memory, one lock."""
+    w = leaf([1.0, 2], [3, 4])
+    raw = expose(w)
+    y = use(w)
+    with pytest.raises(ValueError, match="read-only"):
+        raw[...] = 100
+    y.backward()
+    raw[...] = 5                                         # nothing needs it any more
+    assert (w.numpy() == 5).all()
+
+
+def test_a_copying_index_shares_nothing():
+    """x[:, [0, 1]] is a copy: writing it leaves x, and what was computed from x, alone."""
+    x = leaf([1.0, 2], [3, 4])
+    picked = x.detach()[:, [0, 1]]
+    y = (x * x).sum()
+    picked.copy_(0.0)
+    y.backward()
+    assert x.grad.tolist() == [[2, 4], [6, 8]]
+
+
+class Matrix(np.ndarray):
+    """As np.matrix: * is the matrix product."""
+
+    def __mul__(self, other):
+        return np.matmul(self, other)
+
+
+@pytest.mark.parametrize("kind", [Matrix, np.recarray])
+def test_of_a_subclass_of_ndarray_only_the_values_count(kind):
+    """A matrix must not turn * into the matrix product: 4 * 4 = 16 in the corner, not 22."""
+    array = np.array([[1.0, 2], [3, 4]]).view(kind)
+    for x in (mg.tensor(array), mg.ones(2, 2, dtype=mg.float64) * array):
+        assert type(x.data) is np.ndarray
+        assert (x * array)[1, 1].item() == 16
+
+
+def test_masked_and_memory_mapped_arrays(tmp_path):
+    np.save(tmp_path / "a.npy", np.eye(2))
+    mapped = np.load(tmp_path / "a.npy", mmap_mode="r")
+    assert (mg.ones(2, 2, dtype=mg.float64) * mapped).tolist() == [[1, 0], [0, 1]]
+    with pytest.raises(TypeError, match=r"\[tensor\] a masked array"):
+        mg.tensor(np.ma.masked_array([1.0, 2], [True, False]))
+
+
+@pytest.mark.parametrize("cut", [
+    lambda x: mg.zeros(2, dtype=mg.float64).__setitem__(0, x[0]), lambda x: mg.zeros(2, dtype=mg.float64).copy_(x * 2),
+    lambda x: x * [x[0], x[1]], lambda x: mg.tensor([x[0], x[1]]), lambda x: np.concatenate([x, x]), lambda x: np.sum(x)])
+def test_the_graph_is_never_cut_silently(cut):
+    """Where only values would be taken of a tensor whose history is being recorded, it is an error; not under no_grad."""
+    x = leaf(1.0, 2.0)
+    with pytest.raises((RuntimeError, TypeError), match=r"^\[.*(gradient|NumPy's)"):
+        cut(x)
+    assert np.allclose(x, [1, 2]) and np.asarray(x).tolist() == [1, 2]
+
+
+def test_in_place_arithmetic_on_a_leaf_is_refused():
+    """p -= step would leave p as it was: the training loop of a PyTorch user must not silently do nothing."""
+    p = leaf(1.0, 2.0)
+    with mg.no_grad(), pytest.raises(RuntimeError, match=r"p.copy_\(p - step\)"):
+        p -= 0.1
+    p.data -= 0.5
+    h = p * 2
+    h += 1
+    assert h.tolist() == [2, 4]
+
+
+def test_a_refused_op_holds_nothing():
+    x, t = leaf(1.0, 2.0), leaf(3.0, 4.0)
+    raw, z = x.data, t * 2
+    z.detach().copy_(0.0)
+    with pytest.raises(RuntimeError, match="overwritten in place"):
+        x * z
+    raw[...] = 7
+    assert x.tolist() == [7, 7]
+
+
+def test_a_caught_error_keeps_no_graph_alive():
+    """The exception must not refer to itself: with the collector off the node, and with it the lock, is gone at once."""
+    x = leaf(1.0, 2.0)
+    raw = x.data
+    gc.disable()
+    try:
+        try:
+            (x * x) @ mg.ones(3, dtype=mg.float64)
+        except ValueError:
+            pass
+        raw[...] = 1
+    finally:
+        gc.enable()
+
+
+def test_contexts_may_be_entered_again():
+    off = mg.no_grad()
+    x = leaf(1.0, 2.0)
+    with off, off:
+        assert not (x * x).requires_grad
+    with off:
+        assert not (x * x).requires_grad
+    assert (x * x).requires_grad
+    for watcher in (mg.Tape(), mg.detect_anomaly()):
+        before = np.geterr()
+        with watcher, pytest.raises(RuntimeError, match="watching already"):
+            watcher.__enter__()
+        assert np.geterr() == before
+    with pytest.raises(TypeError, match="generator"):
+        @mg.no_grad()
+        def produce():
+            yield 1
+
+
+def test_checkpoint_in_threads_replays_its_own_random_bits():
+    """Keys that other threads draw meanwhile are neither replayed nor lost: y = dropout(x) x has gradient 2 y / x."""
+    wrong = []
+
+    def work():
+        for _ in range(40):
+            x = mg.ones(64, requires_grad=True)
+            y = mg.checkpoint(lambda a: F.dropout(a, 0.5) * a, x)
+            y.sum().backward()
+            wrong.append(abs(x.grad.numpy() - 2 * y.numpy()).max())
+
+    old = sys.getswitchinterval()
+    sys.setswitchinterval(1e-6)
+    try:
+        threads = [threading.Thread(target=work) for _ in range(4)]
+        for t in threads:
+            t.start()
+        for t in threads:
+            t.join()
+    finally:
+        sys.setswitchinterval(old)
+    assert len(wrong) == 160 and max(wrong) == 0
+
+
+def test_a_checkpointed_function_that_draws_more_the_second_time_is_refused():
+    draws = iter([0, 1])
+    x = leaf(1.0, 2.0)
+    y = mg.checkpoint(lambda a: F.dropout(a, 0.5) if next(draws) else a * 1, x)
+    with pytest.raises(RuntimeError, match=r"\[checkpoint\] the function drew more"):
+        y.sum().backward()
+
+
+def test_the_same_x_twice_gives_two_gradients():
+    x = leaf(1.0, 2.0)
+    a, b = mg.gradients((x * x).sum(), [x, x])
+    assert a.tolist() == b.tolist() == [2, 4] and not np.shares_memory(a.data, b.data)
+
+
+@pytest.mark.parametrize("make", [lambda x: x * 1j, lambda x: x.astype(np.complex64), lambda x: x.astype(object),
+                                  lambda x: x * np.array([1j, 2]), lambda x: x.copy_(None),
+                                  lambda x: mg.jvp(F.exp, x, x), lambda x: mg.grad(lambda a: a.sum(), (0, 0))(x)])
+def test_what_is_no_number_or_no_argument_is_refused(make):
+    with pytest.raises((TypeError, ValueError), match=r"^\["):
+        make(leaf(1.0, 2.0))

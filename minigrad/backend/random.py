@@ -8,6 +8,8 @@ from __future__ import annotations
 
 import math
 import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import numpy as np
@@ -64,19 +66,54 @@ def drop_below(p: float) -> int:
     return min(math.ceil(p * 2**32), 2**32 - 1)
 
 
+class _Here(threading.local):
+    """What this thread does with the stream: the lists that note its keys, and the keys it replays."""
+
+    notes: tuple[list[Key], ...] = ()
+    replay: Iterator[Key] | None = None
+
+
 class Stream:
-    """A seed and how many keys were drawn from it."""
+    """A seed and how many keys were drawn from it. One for all threads; a thread may note its keys and replay them."""
 
     def __init__(self, seed: int = 0) -> None:
-        self._lock = threading.Lock()
+        self._lock, self._here = threading.Lock(), _Here()
         self.state = (int(seed), 0)
 
     def key(self) -> Key:
         """The next key; each call gives another."""
-        with self._lock:
-            seed, n = self.state
-            self.state = (seed, n + 1)
-        return Key((seed, n))
+        here = self._here
+        if here.replay is not None:
+            key = next(here.replay, None)
+            if key is None:
+                raise RuntimeError("[checkpoint] the function drew more random numbers the second time it ran")
+        else:
+            with self._lock:
+                seed, n = self.state
+                self.state = (seed, n + 1)
+            key = Key((seed, n))
+        for keys in here.notes:
+            keys.append(key)
+        return key
+
+    @contextmanager
+    def noting(self) -> Iterator[list[Key]]:
+        """A list of the keys this thread draws inside."""
+        keys: list[Key] = []
+        old, self._here.notes = self._here.notes, (*self._here.notes, keys)
+        try:
+            yield keys
+        finally:
+            self._here.notes = old
+
+    @contextmanager
+    def replaying(self, keys: list[Key]) -> Iterator[None]:
+        """This thread draws these keys again inside, and the stream stays where it is."""
+        old, self._here.replay = self._here.replay, iter(keys)
+        try:
+            yield
+        finally:
+            self._here.replay = old
 
 
 stream = Stream()

@@ -72,9 +72,10 @@ class detect_anomaly(Watcher):
     """
 
     def __enter__(self) -> Any:
+        super().__enter__()
         self._quiet = np.errstate(all="ignore")          # this names what NumPy would only warn of
         self._quiet.__enter__()
-        return super().__enter__()
+        return self
 
     def __exit__(self, *error: Any) -> None:
         super().__exit__(*error)
