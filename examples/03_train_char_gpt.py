@@ -22,7 +22,7 @@ from minigrad import data, nn, optim, train
 # Sizes, and steps and learning rates that suit them. The matrices of the blocks learn by Muon, all else by AdamW.
 CONFIGS = {
     "nano": dict(layers=2, heads=2, width=64, context=32, batch=16, steps=3000, lr=4e-3),
-    "baby": dict(layers=4, heads=4, width=128, context=64, batch=12, steps=1600, lr=4e-3),
+    "baby": dict(layers=4, heads=4, width=128, context=64, batch=12, steps=1200, lr=4e-3),
     "mid": dict(layers=6, heads=6, width=384, context=256, batch=8, steps=4000, lr=2e-3, dropout=0.2),
 }
 MUON = 5.0                                               # Muon's learning rate is this many times AdamW's

@@ -327,7 +327,7 @@ class NgramModel:
         tokens = _checked(tokens, self.vocab_size, "loss")
         if len(tokens) == 0:
             raise DataError("[loss] there must be a token to score: 0 tokens")
-        return float(-np.log(self._score(tokens)).mean())
+        return max(0.0, float(-np.log(self._score(tokens)).mean()))  # 0, not -0
 
     def probabilities(self, context: Any) -> np.ndarray:
         """p(w | context) for every w, float64 (V,); only the last n - 1 tokens of context count."""

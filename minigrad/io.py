@@ -69,9 +69,11 @@ def write_whole(path: str | os.PathLike[str], mode: str = "w") -> Iterator[IO[An
         if os.path.exists(target):
             os.chmod(temporary, stat.S_IMODE(os.stat(target).st_mode))
         os.replace(temporary, target)
-    except BaseException:
+    except BaseException as error:
         with suppress(FileNotFoundError):
             os.unlink(temporary)
+        if isinstance(error, OSError) and error.errno and not error.filename:  # a full disk names no file
+            error.filename = os.fspath(path)
         raise
     if hasattr(os, "O_DIRECTORY"):  # the new name reaches the disk too; Windows has no such call
         descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
@@ -96,6 +98,9 @@ def save(
     The library's own writer is not used. As of 0.8 it stores non-contiguous and Fortran-ordered
     arrays in the wrong order without a word, metadata in random order, and needs a second copy.
     """
+    if not isinstance(state, Mapping):
+        came = type(state).__name__
+        raise CheckpointError(f"[save] a state must map names to arrays, as model.state_dict() does: {came}")
     arrays = {name: _array(name, entry) for name, entry in state.items()}
     header: dict[str, Any] = {}
     if metadata is not None:

@@ -1427,11 +1427,12 @@ def test_device_errors():
 # ------------------------------------------------------------------------- faults once found, each with its right value
 
 
-@pytest.mark.parametrize("use", [lambda w: (leaf([1.0, 2]) @ w.T).sum(), lambda w: (w.reshape(4) ** 2).sum(),
-                                 lambda w: (w[:1] * w[:1]).sum(), lambda w: (w.detach().reshape(4) * w.reshape(4)).sum()])
+@pytest.mark.parametrize("use", [
+    lambda w: (leaf([1.0, 2]) @ w.T).sum(), lambda w: (w.reshape(4) ** 2).sum(),
+    lambda w: (w[:1] * w[:1]).sum(), lambda w: (w.detach().reshape(4) * w.reshape(4)).sum()])
 @pytest.mark.parametrize("expose", [lambda w: w.data, lambda w: w.T.data, lambda w: w.reshape(4).data])
 def test_data_is_locked_by_a_node_that_keeps_any_view_of_it(use, expose):
-    """The raw array was taken from w or a view of it, and the node keeps another view: one piece of memory, one lock."""
+    """The raw array was taken from w or a view of it, and the node keeps another view: one memory, one lock."""
     w = leaf([1.0, 2], [3, 4])
     raw = expose(w)
     y = use(w)
@@ -1477,10 +1478,11 @@ def test_masked_and_memory_mapped_arrays(tmp_path):
 
 
 @pytest.mark.parametrize("cut", [
-    lambda x: mg.zeros(2, dtype=mg.float64).__setitem__(0, x[0]), lambda x: mg.zeros(2, dtype=mg.float64).copy_(x * 2),
-    lambda x: x * [x[0], x[1]], lambda x: mg.tensor([x[0], x[1]]), lambda x: np.concatenate([x, x]), lambda x: np.sum(x)])
+    lambda x: mg.zeros(2, dtype=mg.float64).__setitem__(0, x[0]),
+    lambda x: mg.zeros(2, dtype=mg.float64).copy_(x * 2),
+    lambda x: x * [x[0], x[1]], lambda x: mg.tensor([x[0], x[1]]), lambda x: np.concatenate([x, x]), np.sum])
 def test_the_graph_is_never_cut_silently(cut):
-    """Where only values would be taken of a tensor whose history is being recorded, it is an error; not under no_grad."""
+    """Where only values would be taken of a tensor whose history is being recorded, that is an error."""
     x = leaf(1.0, 2.0)
     with pytest.raises((RuntimeError, TypeError), match=r"^\[.*(gradient|NumPy's)"):
         cut(x)
@@ -1509,7 +1511,7 @@ def test_a_refused_op_holds_nothing():
 
 
 def test_a_caught_error_keeps_no_graph_alive():
-    """The exception must not refer to itself: with the collector off the node, and with it the lock, is gone at once."""
+    """The exception must not refer to itself: with the collector off the node and its lock are gone at once."""
     x = leaf(1.0, 2.0)
     raw = x.data
     gc.disable()

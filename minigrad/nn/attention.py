@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import minigrad.functional as F
-from minigrad.nn.layers import Dropout, Linear, RMSNorm
+from minigrad.nn.layers import Dropout, Linear, RMSNorm, check_sizes
 from minigrad.nn.module import Module
 from minigrad.tape import Tensor
 
@@ -23,6 +23,7 @@ class MultiheadAttention(Module):
                  qk_norm: bool = False, bias: bool = True, causal: bool = False, window: int | None = None,
                  dropout: float = 0.0, implementation: str = "auto") -> None:
         n_kv_heads = n_heads if n_kv_heads is None else n_kv_heads
+        check_sizes("MultiheadAttention", d_model, n_heads, n_kv_heads)
         if min(d_model, n_heads, n_kv_heads) < 1 or d_model % n_heads or n_heads % n_kv_heads:
             raise ValueError(f"[MultiheadAttention] heads divide the width and kv heads the heads: d_model {d_model}, "
                              f"n_heads {n_heads}, n_kv_heads {n_kv_heads}")

@@ -13,6 +13,12 @@ from minigrad.nn.module import Module, Parameter
 from minigrad.tape import Tensor
 
 
+def check_sizes(op: str, *sizes: Any) -> None:
+    """Raise unless all are integers of at least 0."""
+    if not all(isinstance(n, (int, np.integer)) and n >= 0 for n in sizes):
+        raise ValueError(f"[{op}] sizes are integers of at least 0: got {', '.join(map(repr, sizes))}")
+
+
 def _uniform(bound: float, *shape: int) -> Parameter:
     return Parameter((random.uniform(shape, np.float64) * 2.0 * bound - bound).astype(np.float32))
 
@@ -26,6 +32,7 @@ class Linear(Module):
     """y = x W + b: (*S, d_in) -> (*S, d_out). Starts uniform in +-1/sqrt(d_in), as PyTorch's."""
 
     def __init__(self, d_in: int, d_out: int, bias: bool = True) -> None:
+        check_sizes("Linear", d_in, d_out)
         bound = 1.0 / math.sqrt(max(1, d_in))
         self.weight = _uniform(bound, d_in, d_out)
         self.bias = _uniform(bound, d_out) if bias else None
@@ -38,6 +45,7 @@ class Embedding(Module):
     """Rows of a table (n, C) by id: (*S) integers -> (*S, C). Starts standard normal, as PyTorch's."""
 
     def __init__(self, n: int, d_model: int) -> None:
+        check_sizes("Embedding", n, d_model)
         self.weight = normal(1.0, n, d_model)
 
     def forward(self, ids: Any) -> Tensor:
@@ -48,6 +56,7 @@ class LayerNorm(Module):
     """(x - mean) / sqrt(var + eps) * weight + bias over the last axis, of length C."""
 
     def __init__(self, d_model: int, bias: bool = True, eps: float = 1e-5) -> None:
+        check_sizes("LayerNorm", d_model)
         self.weight = Parameter(np.ones(d_model, np.float32))
         self.bias = Parameter(np.zeros(d_model, np.float32)) if bias else None
         self.eps = eps
@@ -60,6 +69,7 @@ class RMSNorm(Module):
     """x / sqrt(mean x^2 + eps) * weight over the last axis, of length C."""
 
     def __init__(self, d_model: int, eps: float = 1e-6) -> None:
+        check_sizes("RMSNorm", d_model)
         self.weight = Parameter(np.ones(d_model, np.float32))
         self.eps = eps
 
@@ -71,8 +81,8 @@ class Dropout(Module):
     """Zeroes elements with probability p while training."""
 
     def __init__(self, p: float = 0.5) -> None:
-        if not 0.0 <= p <= 1.0:
-            raise ValueError(f"[Dropout] dropout is a probability: got {p}")
+        if not 0.0 <= p < 1.0:
+            raise ValueError(f"[Dropout] dropout is a probability below 1: got {p}")
         self.p = p
 
     def forward(self, x: Tensor) -> Tensor:

@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
+from reprlib import recursive_repr
 from typing import Any
 
 import numpy as np
 
 from minigrad.backend.device import device as _device
-from minigrad.backend.device import to_device
-from minigrad.tape import Tensor, _memory, _raw, describe
+from minigrad.backend.device import is_array, to_device
+from minigrad.tape import Tensor, _memory, _raw, describe, no_grad
 
 
 class Parameter(Tensor):
@@ -48,11 +50,16 @@ class Module:
                 yield from _within(name, value)
 
     def named_modules(self, prefix: str = "") -> Iterator[tuple[str, Module]]:
-        """(path, module) for this module and all below, parents first."""
-        yield prefix, self
-        for name, member in self._members():
-            if isinstance(member, Module):
-                yield from member.named_modules(f"{prefix}.{name}" if prefix else name)
+        """(path, module) for this module and all below, each once, parents first."""
+        seen: set[int] = set()
+        left: list[tuple[str, Module]] = [(prefix, self)]
+        while left:
+            path, module = left.pop()
+            if id(module) not in seen:
+                seen.add(id(module))
+                yield path, module
+                left += reversed([(f"{path}.{name}" if path else name, member) for name, member in module._members()
+                                  if isinstance(member, Module)])
 
     def modules(self) -> Iterator[Module]:
         return (module for _, module in self.named_modules())
@@ -101,6 +108,18 @@ class Module:
     def eval(self) -> Module:
         return self.train(False)
 
+    @contextmanager
+    def evaluating(self) -> Iterator[None]:
+        """eval() and no_grad() inside `with`; then every module's `training` is again what it was."""
+        modes = [(module, module.training) for module in self.modules()]
+        self.eval()
+        try:
+            with no_grad():
+                yield
+        finally:
+            for module, mode in modes:
+                module.training = mode
+
     def to(self, *args: Any, device: Any = None, dtype: Any = None) -> Module:
         """Move every parameter and buffer in place, to a device ("cuda") or floating dtype; the Tensors stay the same
         objects, so an optimiser made before keeps working."""
@@ -133,6 +152,7 @@ class Module:
         own = self._named_tensors()
         load_checked(type(self).__name__, own, state, strict)
 
+    @recursive_repr()
     def __repr__(self) -> str:
         lines = [f"{type(self).__name__}("]
         for name, member in self._members():
@@ -144,29 +164,45 @@ class Module:
 
 def load_checked(owner: str, own: dict[str, Tensor], state: dict[str, Any], strict: bool = True) -> None:
     """Copy `state` into the Tensors `own`, all or nothing."""
-    problems = []
+    problems, values = [], {}
     if strict:
         problems += [f"missing {name}" for name in own if name not in state]
         problems += [f"unknown {name}" for name in state if name not in own]
     shared = [name for name in own if name in state]
     problems += [f"misshapen {name}: {describe(state[name])} for {own[name].shape}" for name in shared
                  if getattr(state[name], "shape", None) != own[name].shape]
-    problems += [f"{name} holds no numbers: {describe(state[name])}" for name in shared
-                 if getattr(getattr(state[name], "dtype", None), "kind", "f") not in "biufV"]
+    for name in shared:
+        try:
+            values[name] = cast(state[name], own[name])
+        except (TypeError, ValueError):
+            problems.append(f"{name} holds no real numbers: {describe(state[name])}")
     if problems:
         raise ValueError(f"[load_state_dict] the state does not fit {owner}: " + "; ".join(problems))
     for name in shared:
-        own[name].copy_(to_device(_raw(state[name]), own[name].device))
+        own[name].copy_(values[name])
+
+
+def cast(value: Any, like: Tensor) -> Any:
+    """A raw copy of a Tensor or array with the dtype and device of `like`; TypeError or ValueError if it holds no real
+    numbers. (Kind V: bfloat16 from ml_dtypes.)"""
+    raw = _raw(value)
+    raw = raw if is_array(raw) else np.asarray(raw)
+    if raw.dtype.kind not in "biufV":
+        raise TypeError(f"real numbers are needed: got {raw.dtype}")
+    return to_device(raw.astype(like.dtype), like.device)
 
 
 class Sequential(Module):
     """Modules (or functions) applied one after another."""
 
     def __init__(self, *layers: Any) -> None:
+        for layer in layers:
+            if not callable(layer):
+                raise TypeError(f"[{type(self).__name__}] layers are Modules or functions: got {describe(layer)}")
         self.layers = list(layers)
 
     def _members(self) -> Iterator[tuple[str, Any]]:     # 0, 1, ... and not layers.0
-        return ((str(i), layer) for i, layer in enumerate(self.layers) if isinstance(layer, Module))
+        return ((name.removeprefix("layers."), member) for name, member in super()._members())
 
     def forward(self, x: Any) -> Any:
         for layer in self.layers:
@@ -184,9 +220,14 @@ class ModuleList(Sequential):
     """A list of Modules for the owner to call. (A plain list as an attribute works as well.)"""
 
     def __init__(self, modules: Iterable[Module] = ()) -> None:
-        super().__init__(*modules)
+        super().__init__()
+        for module in modules:
+            self.append(module)
 
     def append(self, module: Module) -> ModuleList:
+        if not isinstance(module, Module):
+            raise TypeError("[ModuleList] holds Modules; assign a Parameter as an attribute, alone or in a plain list: "
+                            f"got {type(module).__name__}")
         self.layers.append(module)
         return self
 

@@ -15,7 +15,7 @@ from minigrad.nn.attention import MultiheadAttention
 from minigrad.nn.layers import MLP, Dropout, Embedding, LayerNorm, Linear, RMSNorm, SwiGLU
 from minigrad.nn.module import Module, ModuleList
 from minigrad.ops.index import check_ids
-from minigrad.tape import Tensor, _raw, no_grad
+from minigrad.tape import Tensor, _raw
 
 
 @dataclass(frozen=True)
@@ -113,7 +113,9 @@ class Transformer(Module):
                 p.copy_(0.0)
 
     def forward(self, ids: Any, attn_mask: Any = None) -> Tensor:
-        t = ids.shape[-1] if hasattr(ids, "shape") else len(ids[0])
+        if len(np.shape(ids)) != 2:
+            raise ValueError(f"[Transformer] ids are (B, T): got {np.shape(ids)}")
+        t = np.shape(ids)[1]
         if t > self.config.context:
             raise ValueError(f"[Transformer] {t} tokens do not fit the context of {self.config.context}")
         x = self.embedding(ids)
@@ -140,15 +142,10 @@ class Transformer(Module):
         if ids.ndim != 2 or not ids.shape[1]:
             raise ValueError(f"[generate] a prompt of at least one token is needed, ids (B, T): got {ids.shape}")
         ids = check_ids("generate", ids, self.config.vocab_size).astype(np.int64)
-        training = self.training
-        self.eval()
-        try:
-            with no_grad():
-                for _ in range(n):
-                    logits = to_host(self(ids[:, -self.config.context:])._data)[:, -1].astype(np.float64)
-                    ids = np.concatenate([ids, _pick(logits, temperature, top_k)], axis=1)
-        finally:
-            self.train(training)
+        with self.evaluating():
+            for _ in range(n):
+                logits = to_host(self(ids[:, -self.config.context:])._data)[:, -1].astype(np.float64)
+                ids = np.concatenate([ids, _pick(logits, temperature, top_k)], axis=1)
         return ids
 
 

@@ -8,7 +8,8 @@ import numpy as np
 
 from minigrad.backend.device import cupyx_special, is_array, to_device, xp
 from minigrad.kernels.numpy import activation as _numpy
-from minigrad.tape import Tensor, primitive, sample
+from minigrad.kernels.numpy.blocks import promoted
+from minigrad.tape import Tensor, _from_python, _raw, describe, primitive, sample
 
 _pair = [sample((2, 3), (2, 3)), sample((2, 1, 3), (4, 1)), sample((), (2,)), sample((0, 3), (3,)), sample((3,), 2.0),
          sample((2, 3), (4,), error="[OP]")]
@@ -48,7 +49,7 @@ def divide(a, b, /):
 def _power_rule_a(ct, a, b):
     if not is_array(b) and not isinstance(b, Tensor):
         return ct * (b * a ** (b - 1)) if b else ct * 0.0
-    return ct * (b * a ** where(b == 0, 1.0, b - 1))     # b = 0: the factor b makes it 0, also at a = 0
+    return ct * (b * a ** where(logical_and(a == 0, b == 0), 1.0, b - 1))  # 0 times infinity is 0 here
 
 
 @primitive(broadcasts=True, samples=[sample((2, 3), (2, 3), low=0.5), sample((3, 1), (2,), low=0.5), sample((4,), 2),
@@ -121,8 +122,10 @@ def tanh(x, /):
 
 @primitive(samples=[sample((2, 3)), sample(())], rules=[lambda ct, y: ct * (y * (1.0 - y))])
 def sigmoid(x, /):
-    """1 / (1 + e^-x) = (1 + tanh(x/2)) / 2, which cannot overflow;  ct_x = ct y (1 - y)"""
-    return 0.5 * xp(x).tanh(0.5 * x) + 0.5
+    """1 / (1 + e^-x) = e^min(x, 0) / (1 + e^-|x|), which cannot overflow;  ct_x = ct y (1 - y)"""
+    m = xp(x)
+    e = m.exp(-m.abs(x))
+    return m.where(x < 0, e, 1) / (1 + e)
 
 
 @primitive(samples=[sample((2, 3))], rules=[lambda ct, x: ct * sigmoid(x)])
@@ -132,7 +135,7 @@ def softplus(x, /):
     return m.maximum(x, 0) + m.log1p(m.exp(-m.abs(x)))
 
 
-@primitive(samples=[sample((2, 3)), sample((0,))], rules=[lambda ct, y: ct * (y > 0)])
+@primitive(samples=[sample((2, 3)), sample((0,))], rules=[lambda ct, y: where(y > 0, ct, 0.0)])
 def relu(x, /):
     """max(x, 0); the gradient at 0 is 0"""
     return xp(x).maximum(x, 0)
@@ -141,12 +144,12 @@ def relu(x, /):
 @primitive(samples=[sample((2, 3))], rules=[lambda ct, x: ct * (2.0 / math.sqrt(math.pi)) * exp(-(x * x))])
 def erf(x, /):
     """2/sqrt(pi) times the integral of e^(-t^2) from 0 to x"""
-    return _numpy.erf(np.asarray(x)) if xp(x) is np else cupyx_special().erf(x)
+    return promoted(_numpy.erf)(np.asarray(x)) if xp(x) is np else cupyx_special().erf(x)
 
 
 def _gelu(x, approximate):
     _check_approximate(approximate)
-    return _numpy.gelu(x, approximate)
+    return promoted(_numpy.gelu)(x, approximate)
 
 
 def _check_approximate(approximate):
@@ -166,7 +169,7 @@ def gelu(x, /, approximate="none"):
     return 0.5 * x * (1.0 + erf(x * math.sqrt(0.5)))
 
 
-@primitive(samples=[sample((2, 3)), sample(()), sample((0, 2))], kernels={"numpy": (_numpy.silu, _numpy.silu_backward)})
+@primitive(samples=[sample((2, 3)), sample(()), sample((0, 2))], kernels={"numpy": (promoted(_numpy.silu), _numpy.silu_backward)})
 def silu(x, /):
     """x sigmoid(x), also called swish (Elfwing et al., 2017)"""
     return x * sigmoid(x)
@@ -178,24 +181,29 @@ def sign(x, /):
     return xp(x).sign(x)
 
 
-@primitive(samples=[sample((2, 3)), sample(())], rules=[lambda ct, x: ct * sign(x)])
+@primitive(samples=[sample((2, 3)), sample(())], rules=[lambda ct, x: where(x > 0, ct, where(x < 0, -ct, 0.0))])
 def abs_(x, /):
     """|x|; the gradient at 0 is 0"""
     return xp(x).abs(x)
 
 
 @primitive(broadcasts=True, samples=_errors("maximum", _pair),
-           rules=[lambda ct, a, b: ct * ((a > b) + 0.5 * (a == b)), lambda ct, a, b: ct * ((b > a) + 0.5 * (a == b))])
+           rules=[lambda ct, a, b: _share(ct, a > b, a == b), lambda ct, a, b: _share(ct, b > a, a == b)])
 def maximum(a, b, /):
     """The larger of a and b, elementwise; at a tie the gradient is shared equally"""
     return _either("maximum", a, b)
 
 
 @primitive(broadcasts=True, samples=_errors("minimum", _pair),
-           rules=[lambda ct, a, b: ct * ((a < b) + 0.5 * (a == b)), lambda ct, a, b: ct * ((b < a) + 0.5 * (a == b))])
+           rules=[lambda ct, a, b: _share(ct, a < b, a == b), lambda ct, a, b: _share(ct, b < a, a == b)])
 def minimum(a, b, /):
     """The smaller of a and b, elementwise; at a tie the gradient is shared equally"""
     return _either("minimum", a, b)
+
+
+def _share(ct, won, tied):
+    """The cotangent of one side. Chosen, not multiplied by 0 or 1: 0 times infinity is NaN."""
+    return where(won, ct, where(tied, 0.5 * ct, 0.0))
 
 
 def _either(name, a, b):
@@ -210,12 +218,19 @@ def _inside(x, low, high):
 
 @primitive(broadcasts=True, samples=[sample((2, 3), -1.0, 1.0), sample((2, 3), (3,), None),
                                      sample((2, 3), None, (2, 1)), sample((2, 3), (3,), 1.9), sample((2,), None, None)],
-           rules=[lambda ct, x, low, high: ct * _inside(x, low, high), lambda ct, x, low: ct * (x < low),
-                  lambda ct, x, high: ct * (x > high)])
-def clip(x, low=None, high=None, /):
-    """min(max(x, low), high); the gradient of x is 1 at its bounds, and a Tensor bound gets what it replaces"""
+           rules=[lambda ct, x, low, high: where(_inside(x, low, high), ct, 0.0),
+                  lambda ct, x, low, high: where(x < low if high is None else logical_and(x < low, low <= high), ct, 0.0),
+                  lambda ct, x, low, high: where(x > high if low is None else logical_or(x > high, low > high), ct, 0.0)])
+def _clip(x, low=None, high=None, /):
+    """min(max(x, low), high): high, if low is above it"""
     x = x if low is None else _either("maximum", x, low)
     return _either("minimum", x, high) if high is not None else x + 0
+
+
+def clip(x, low=None, high=None, *, min=None, max=None):
+    """min(max(x, low), high), also by NumPy's names; the gradient of x is 1 at its bounds, and a Tensor bound gets what
+    it replaces."""
+    return _clip(x, min if low is None else low, max if high is None else high)
 
 
 @primitive(broadcasts=True, samples=[sample(np.array([True, False, True]), (2, 3), (3,)),
@@ -240,6 +255,29 @@ def on_device_of(constant, *others):
         if isinstance(other, Tensor) and isinstance(constant, np.ndarray):
             return to_device(constant, other.device)
     return constant
+
+
+def array(op, name, x):
+    """An argument as a Tensor or array: a list or number becomes one; an error names what else came."""
+    if isinstance(x, Tensor) or is_array(x):
+        return x
+    if isinstance(x, (list, tuple, bool, int, float, np.generic)):
+        return _from_python(x)
+    raise TypeError(f"[{op}] {name} is a Tensor, an array or a list of numbers: got {describe(x)}")
+
+
+def number(op, name, x, kind=float):
+    """A parameter as a Python number; one that asks for a gradient would not get it, and half an integer is none."""
+    if isinstance(x, Tensor) and x.requires_grad:
+        raise TypeError(f"[{op}] {name} is a number, not a Tensor that requires a gradient: pass {name}.item() if it is "
+                        "a constant, or write the formula with it out")
+    try:
+        made = kind(_raw(x))
+        if made == x or made != made:                    # "1" and 0.5 are no integers
+            return made
+    except (TypeError, ValueError, OverflowError):
+        pass
+    raise TypeError(f"[{op}] {name} is {'an integer' if kind is int else 'a number'}: got {describe(x)}")
 
 
 def _comparison(name: str, symbol: str):

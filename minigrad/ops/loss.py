@@ -6,7 +6,8 @@ import numpy as np
 
 from minigrad.backend.device import xp
 from minigrad.kernels.numpy import loss as _numpy
-from minigrad.ops.elementwise import on_device_of, where
+from minigrad.kernels.numpy.blocks import promoted
+from minigrad.ops.elementwise import array, number, on_device_of, where
 from minigrad.ops.index import check_ids
 from minigrad.ops.reduce import logsumexp
 from minigrad.ops.shape import getitem, reshape
@@ -15,7 +16,7 @@ from minigrad.tape import primitive, sample
 _targets = np.array([2, 0, -100])
 
 
-@primitive(kernels={"numpy": (_numpy.cross_entropy, _numpy.cross_entropy_backward, "lse")},
+@primitive(kernels={"numpy": (promoted(_numpy.cross_entropy), _numpy.cross_entropy_backward, "lse")},
            samples=[sample((3, 4), targets=_targets), sample((3, 4), targets=_targets, label_smoothing=0.1),
                     sample((3, 4), targets=np.array([1, 0, 3]), ignore_index=0)])
 def _cross_entropy(logits, /, targets, ignore_index=-100, label_smoothing=0.0):
@@ -39,6 +40,8 @@ def cross_entropy(logits, targets, ignore_index=-100, label_smoothing=0.0, reduc
     """
     if reduction not in ("mean", "sum", "none"):
         raise ValueError(f'[cross_entropy] reduction is "mean", "sum" or "none": got {reduction!r}')
+    logits = array("cross_entropy", "logits", logits)
+    label_smoothing = number("cross_entropy", "label_smoothing", label_smoothing)
     if not 0.0 <= label_smoothing <= 1.0:
         raise ValueError(f"[cross_entropy] label_smoothing is in [0, 1]: got {label_smoothing}")
     v = logits.shape[-1] if logits.ndim else 0
@@ -48,20 +51,20 @@ def cross_entropy(logits, targets, ignore_index=-100, label_smoothing=0.0, reduc
                          f"targets {ids.shape}")
     flat = on_device_of(ids, logits).reshape(-1)
     losses = _cross_entropy(reshape(logits, (-1, v)) if logits.ndim != 2 else logits, targets=flat,
-                            ignore_index=ignore_index, label_smoothing=float(label_smoothing))
+                            ignore_index=ignore_index, label_smoothing=label_smoothing)
     if reduction == "none":
         return reshape(losses, ids.shape)
-    total = losses.sum()
     if reduction == "sum":
-        return total
+        return losses.sum()
     kept = (ids != ignore_index).sum()                   # counted where the targets came from: nothing waits
-    if isinstance(kept, np.generic):
-        return total * (1.0 / max(1, int(kept)))
-    return total / xp(kept).maximum(kept, 1).astype(total.dtype)
+    total = losses.astype(np.result_type(losses.dtype, np.float32)).sum()  # more than a float16 can hold
+    total = total / (max(1, int(kept)) if isinstance(kept, np.generic) else xp(kept).maximum(kept, 1).astype(total.dtype))
+    return total.astype(losses.dtype)
 
 
 def mse_loss(x, target, reduction="mean"):
     """(x - target)^2: "mean", "sum" or "none". The shapes must agree: a silent broadcast is a wrong loss."""
+    x, target = array("mse_loss", "x", x), array("mse_loss", "target", target)
     if x.shape != target.shape:
         raise ValueError(f"[mse_loss] x and target must have the same shape: x {x.shape}, target {target.shape}")
     if reduction not in ("mean", "sum", "none"):

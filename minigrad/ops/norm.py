@@ -5,6 +5,7 @@ from __future__ import annotations
 import numpy as np
 
 from minigrad.kernels.numpy import norm as _numpy
+from minigrad.kernels.numpy.blocks import promoted
 from minigrad.tape import primitive, sample
 
 
@@ -19,15 +20,15 @@ def _check(op, x, *vectors):
 
 def _layer_norm(x, weight, bias, eps):
     _check("layer_norm", x, weight, bias)
-    return _numpy.layer_norm(x, weight, bias, eps)
+    return promoted(_numpy.layer_norm)(x, weight, bias, eps)
 
 
 def _rms_norm(x, weight, eps):
     _check("rms_norm", x, weight)
-    return _numpy.rms_norm(x, weight, eps)
+    return promoted(_numpy.rms_norm)(x, weight, eps)
 
 
-@primitive(kernels={"numpy": (_layer_norm, _numpy.layer_norm_backward, "mean", "rstd")},
+@primitive(kernels={"numpy": (_layer_norm, promoted(_numpy.layer_norm_backward), "mean", "rstd")},
            samples=[sample((2, 3)), sample((2, 5, 4), (4,), (4,)), sample((2, 4), (4,)), sample((2, 4), None, (4,)),
                     sample((3,)), sample((0, 4), (4,), (4,)),
                     sample((2, 3), (2,), error="[layer_norm] weight and bias are (C,)")])
@@ -41,7 +42,7 @@ def layer_norm(x, weight=None, bias=None, /, eps=1e-5):
     return y if bias is None else y + bias
 
 
-@primitive(kernels={"numpy": (_rms_norm, _numpy.rms_norm_backward, "rstd")},
+@primitive(kernels={"numpy": (_rms_norm, promoted(_numpy.rms_norm_backward), "rstd")},
            samples=[sample((2, 3)), sample((2, 5, 4), (4,)), sample((3,)), sample((0, 4), (4,)),
                     sample((2, 3), (2,), error="[rms_norm] weight and bias are (C,)")])
 def rms_norm(x, weight=None, /, eps=1e-6):

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import numpy as np
 
-from minigrad.ops.elementwise import on_device_of
-from minigrad.ops.shape import concatenate, reshape, stack
+from minigrad.ops.elementwise import array, on_device_of
+from minigrad.ops.shape import broadcasts, concatenate, reshape, stack
 from minigrad.tape import _raw, primitive, sample
 
 
@@ -40,13 +40,15 @@ def rotary_embedding(x, cos, sin, interleaved=False):
     Pair (a, b) -> (a cos - b sin, b cos + a sin); the pairs are elements (i, i + R/2), or neighbours (2i, 2i + 1) if
     interleaved. A rotation: the cotangent turns back (-sin).
     """
+    op = "rotary_embedding"
+    x, cos, sin = array(op, "x", x), array(op, "cos", cos), array(op, "sin", sin)
     cos, sin = on_device_of(_raw(cos), x), on_device_of(_raw(sin), x)
     r = cos.shape[-1] if cos.ndim else 0
-    if cos.shape != sin.shape or 2 * r > x.shape[-1] or x.ndim < 2:
-        raise ValueError(f"[rotary_embedding] cos and sin are (..., T, R/2) with R at most D: x {x.shape}, "
-                         f"cos {cos.shape}, sin {sin.shape}")
-    np.broadcast_shapes(cos.shape[:-1], x.shape[:-1])
-    return _rotary(x, cos=cos.astype(x.dtype), sin=sin.astype(x.dtype), interleaved=bool(interleaved))
+    if cos.shape != sin.shape or x.ndim < 2 or 2 * r > x.shape[-1] or not broadcasts(cos.shape[:-1], x.shape[:-1]):
+        raise ValueError(f"[{op}] cos and sin are (..., T, R/2) with R at most D, and broadcast to x (*S, T, D): "
+                         f"x {x.shape}, cos {cos.shape}, sin {sin.shape}")
+    dtype = np.result_type(x.dtype, np.float16)          # integers turn as floats
+    return _rotary(x, cos=cos.astype(dtype), sin=sin.astype(dtype), interleaved=bool(interleaved))
 
 
 def rotary_tables(positions, r, base=10000.0):

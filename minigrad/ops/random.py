@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import numpy as np
+
 from minigrad.backend.device import xp
 from minigrad.backend.random import Key, drop_below, stream
+from minigrad.ops.elementwise import number
 from minigrad.tape import _raw, primitive, sample
 
 
@@ -15,7 +18,7 @@ def _dropout(x, /, p, key):
     raw = _raw(x)
     m = xp(raw)
     keep = key.flat(raw.size, m).reshape(raw.shape) >= m.uint32(drop_below(p))
-    return x * (keep * raw.dtype.type(1.0 / (1.0 - p)))
+    return x * (keep * np.result_type(raw.dtype, np.float16).type(1.0 / (1.0 - p)))
 
 
 def dropout(x, p=0.5, training=True):
@@ -23,8 +26,9 @@ def dropout(x, p=0.5, training=True):
 
     The same seed (mg.manual_seed) gives the same mask on every device.
     """
+    p = number("dropout", "p", p)
     if not 0.0 <= p <= 1.0:
         raise ValueError(f"[dropout] p is a probability: got {p}")
     if not training or p == 0.0:
         return x
-    return x * 0.0 if p == 1.0 else _dropout(x, p=float(p), key=stream.key())
+    return x * 0.0 if p == 1.0 else _dropout(x, p=p, key=stream.key())

@@ -93,10 +93,10 @@ def logsumexp(x, /, axis=None, keepdims=False):
     return y if keepdims else y.reshape(x.sum(axis=axis).shape)
 
 
-@primitive(samples=[sample((2, 3), axis=1), sample((4,), axis=0), sample((2, 3, 2), axis=-2)],
+@primitive(samples=[sample((2, 3), axis=1), sample((4,), axis=0), sample((2, 3, 2), axis=-2), sample((2, 3))],
            rules=[lambda ct, x_shape, axis: flip(cumsum(flip(ct, axis=axis), axis=axis), axis=axis).reshape(x_shape)])
-def cumsum(x, /, axis):
-    """Running sums along `axis`; the cotangent's running sums from the other end"""
+def cumsum(x, /, axis=None):
+    """Running sums along `axis` (of the flattened x without one); the cotangent's running sums from the other end"""
     return xp(x).cumsum(x, axis=axis)
 
 
@@ -125,5 +125,6 @@ def all_(x, /, axis=None, keepdims=False):
 
 
 def std(x, axis=None, ddof=0, keepdims=False):
-    """The square root of `var`."""
-    return var(x, axis=axis, ddof=ddof, keepdims=keepdims) ** 0.5
+    """The square root of `var`; where that is 0 so is the gradient."""
+    v = var(x, axis=axis, ddof=ddof, keepdims=keepdims)
+    return (v + (v == 0)) ** 0.5 * (v != 0)

@@ -6,8 +6,10 @@ import numpy as np
 
 from minigrad.backend.device import to_host, xp
 from minigrad.kernels.numpy import softmax as _numpy
-from minigrad.ops.elementwise import exp, on_device_of, where
+from minigrad.kernels.numpy.blocks import promoted
+from minigrad.ops.elementwise import array, exp, on_device_of, where
 from minigrad.ops.reduce import logsumexp
+from minigrad.ops.shape import axis_of, broadcasts
 from minigrad.tape import _raw, primitive, sample
 
 _rows = [sample((2, 3)), sample((2, 3), axis=0), sample((2, 3, 4), axis=1), sample((4,)), sample((0, 3)),
@@ -18,23 +20,36 @@ def _softmax_rule(ct, y, axis):
     return y * (ct - (ct * y).sum(axis=axis, keepdims=True))
 
 
-@primitive(kernels={"numpy": (_numpy.softmax, _numpy.softmax_backward)}, rules=[_softmax_rule], samples=_rows)
-def softmax(x, /, axis=-1):
-    """y = e^x / sum e^x along `axis`;  ct_x = y (ct - sum ct y), whose sum is 0 (A.10.7)"""
+@primitive(kernels={"numpy": (promoted(_numpy.softmax), _numpy.softmax_backward)}, rules=[_softmax_rule], samples=_rows)
+def _softmax(x, /, axis=-1):
+    """y = e^x / sum e^x;  ct_x = y (ct - sum ct y), whose sum is 0 (A.10.7)"""
     return exp(x - logsumexp(x, axis=axis, keepdims=True))
 
 
-@primitive(kernels={"numpy": (_numpy.log_softmax, _numpy.log_softmax_backward)}, samples=_rows,
+def softmax(x, axis=-1):
+    """e^x / sum e^x along one axis."""
+    x = array("softmax", "x", x)
+    return _softmax(x, axis=axis_of("softmax", axis, x.shape))
+
+
+@primitive(kernels={"numpy": (promoted(_numpy.log_softmax), _numpy.log_softmax_backward)}, samples=_rows,
            rules=[lambda ct, y, axis: ct - exp(y) * ct.sum(axis=axis, keepdims=True)])
-def log_softmax(x, /, axis=-1):
-    """y = x - log sum e^x along `axis`;  ct_x = ct - e^y sum ct"""
+def _log_softmax(x, /, axis=-1):
+    """y = x - log sum e^x;  ct_x = ct - e^y sum ct"""
     return x - logsumexp(x, axis=axis, keepdims=True)
+
+
+def log_softmax(x, axis=-1):
+    """x - log sum e^x along one axis."""
+    x = array("log_softmax", "x", x)
+    return _log_softmax(x, axis=axis_of("log_softmax", axis, x.shape))
 
 
 _seen = np.array([[True, False, True], [True, True, True]])
 
 
-@primitive(kernels={"numpy": (_numpy.masked_softmax, lambda ct, y, axis: (_numpy.softmax_backward(ct, y, axis), None))},
+@primitive(kernels={"numpy": (promoted(_numpy.masked_softmax),
+                              lambda ct, y, axis: (_numpy.softmax_backward(ct, y, axis), None))},
            rules=[_softmax_rule, None],
            samples=[sample((2, 3), _seen), sample((2, 3), None), sample((4, 2, 3), _seen),
                     sample((2, 3), _seen, axis=0), sample((2, 3), np.array([[False], [True]]))])
@@ -52,6 +67,8 @@ def masked_softmax(scores, visible=None, axis=-1, empty_rows="raise"):
     row that sees nothing has no softmax: empty_rows="raise" names the first, "zeros" gives zeros and zero gradients.
     G_S = A (G_A - c), c = sum A G_A (A.10.7): 0 where hidden, each row sums to 0.
     """
+    scores = array("masked_softmax", "scores", scores)
+    axis = axis_of("masked_softmax", axis, scores.shape)
     visible = check_visible("masked_softmax", visible, scores.shape)
     visible = None if visible is None else on_device_of(visible, scores)
     check_empty_choice("masked_softmax", empty_rows)
@@ -71,11 +88,7 @@ def check_visible(op: str, visible, shape):
     if visible.dtype != bool:
         raise TypeError(f"[{op}] a visible set is boolean, True = this key may be seen: got {visible.dtype}; "
                         "write mask != 0 (or mask == 0 if 1 means hidden)")
-    try:
-        fits = np.broadcast_shapes(visible.shape, shape) == tuple(shape)
-    except ValueError:
-        fits = False
-    if not fits:
+    if not broadcasts(visible.shape, shape):
         raise ValueError(f"[{op}] the mask must broadcast to the scores (True = this key may be seen): "
                          f"mask {visible.shape}, scores {tuple(shape)}")
     return visible

@@ -1,5 +1,6 @@
 """What the NumPy kernels share: running a formula on blocks of rows."""
 
+import functools
 import math
 import threading
 
@@ -9,6 +10,23 @@ from minigrad.backend.threads import BLOCK_BYTES, for_rows
 
 # OpenBLAS starts threads of its own for longer dot products, which would fight with ours.
 LONGEST_DOT = 8192
+
+
+def promoted(kernel):
+    """The kernel for arrays of any dtypes: brought to their common float dtype, as NumPy's operators would (NEP 50;
+    int64 to float64). Booleans, which are masks, and what is given by name (ids) stay."""
+    def numeric(a):
+        return isinstance(a, np.ndarray) and a.dtype != bool
+
+    @functools.wraps(kernel)
+    def run(*args, **params):
+        kinds = {a.dtype for a in args if numeric(a)}
+        if len(kinds) != 1 or min(kinds).kind != "f":
+            dtype = np.result_type(np.float16, *kinds)
+            args = [a.astype(dtype, copy=False) if numeric(a) else a for a in args]
+        return kernel(*args, **params)
+
+    return run
 
 
 def by_blocks(body, reads, writes=(), temps=0):
