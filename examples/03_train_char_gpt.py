@@ -10,8 +10,10 @@ The folder --out holds checkpoint.safetensors, log.csv and loss.png. Ctrl-C save
 from __future__ import annotations
 
 import argparse
+import hashlib
 import shlex
 import sys
+from contextlib import suppress
 from pathlib import Path
 
 import numpy as np
@@ -32,7 +34,7 @@ LARGE = 64 << 20                                         # bytes of text from wh
 def arguments(argv: list[str] | None) -> argparse.Namespace:
     p = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     p.add_argument("--text", metavar="FILE", help="UTF-8 text to learn (default: Python's own documentation)")
-    p.add_argument("--config", choices=CONFIGS, default="baby")
+    p.add_argument("--config", choices=CONFIGS, help="sizes of a new run (default: baby)")
     p.add_argument("--out", metavar="DIR", help="folder of a new run (default: runs/char-gpt, or -2, -3 if taken)")
     p.add_argument("--resume", metavar="DIR", help="go on with the run in this folder; --steps may be raised")
     p.add_argument("--prompt", metavar="TEXT", help="what the sample begins with")
@@ -40,7 +42,7 @@ def arguments(argv: list[str] | None) -> argparse.Namespace:
     p.add_argument("--temperature", type=float, default=0.8)
     p.add_argument("--device", default="cpu", help="cpu, cuda or cuda:1")
     p.add_argument("--threads", type=int, help="CPU threads (default: all cores)")
-    p.add_argument("--seed", type=int, default=1337)
+    p.add_argument("--seed", type=int, help="of a new run (default: 1337)")
     p.add_argument("--eval-every", type=int, metavar="N", help="steps between evaluations (default: an eighth of all)")
     for name in ("steps", "layers", "heads", "width", "context", "batch"):
         p.add_argument(f"--{name}", type=int, help="overrides the config")
@@ -50,25 +52,30 @@ def arguments(argv: list[str] | None) -> argparse.Namespace:
 
 
 def folder_of(args: argparse.Namespace) -> Path:
-    """The run's folder: never one that holds another run, unless to go on with that."""
+    """The run's folder, claimed: never one that holds another run, unless to go on with that."""
     if args.resume:
+        train.claim(Path(args.resume))
         return Path(args.resume)
     names = [args.out] if args.out else ["runs/char-gpt", *(f"runs/char-gpt-{i}" for i in range(2, 1000))]
     for name in names:
-        if not (Path(name) / "checkpoint.safetensors").exists():
-            return Path(name)
-    raise train.TrainingError(f"[arguments] {names[0]} holds a run already: go on with --resume {names[0]}, or choose "
-                              "another --out")
+        with suppress(train.FolderTaken):
+            if not (Path(name) / "checkpoint.safetensors").exists():
+                train.claim(Path(name))
+                return Path(name)
+    raise train.TrainingError(f"[arguments] {names[0]} holds a run already, or one is going on in it: go on with "
+                              f"--resume {names[0]}, or choose another --out")
 
 
 def settings_of(args: argparse.Namespace) -> dict:
     """All that determines the run: from the checkpoint when resuming, else the config with what was overridden."""
-    names = ("steps", "eval_every", "layers", "heads", "width", "context", "batch", "lr", "dropout")
+    names = ("steps", "eval_every", "layers", "heads", "width", "context", "batch", "lr", "dropout", "seed")
     given = {name: getattr(args, name) for name in names if getattr(args, name) is not None}
     if args.text is not None:
         given["text"] = str(Path(args.text).resolve())
-    new = {"dropout": 0.0, "eval_every": None, **CONFIGS[args.config], "seed": args.seed, "text": None, **given}
+    new = {"dropout": 0.0, "eval_every": None, "seed": 1337, "text": None, **CONFIGS[args.config or "baby"], **given}
     if args.resume:
+        if ignored := [f"--{name}" for name in ("out", "config") if getattr(args, name) is not None]:
+            raise train.TrainingError(f"[resume] a run keeps its folder and sizes: leave out {', '.join(ignored)}")
         path = Path(args.resume) / "checkpoint.safetensors"
         settings = train.read_run(path)["settings"]
         if not {*new, "vocab", "baseline"} <= set(settings):
@@ -76,11 +83,12 @@ def settings_of(args: argparse.Namespace) -> dict:
         free = ("steps", "eval_every", "text")
         fixed = [f"--{k} ({settings[k]})" for k, v in given.items() if k not in free and v != settings[k]]
         if fixed:
-            raise train.TrainingError(f"[resume] a run keeps its sizes; this one cannot change {', '.join(fixed)}")
+            raise train.TrainingError("[resume] a run keeps its sizes and seed; this one cannot change "
+                                      f"{', '.join(fixed)}")
         settings |= given
     else:
         settings = new
-    for name in names[:-1]:
+    for name in names[:-2]:
         if settings[name] is not None and not settings[name] > 0:
             raise train.TrainingError(f"[arguments] --{name.replace('_', '-')} must be above 0: {settings[name]}")
     if not args.temperature >= 0 or args.sample < 0:
@@ -92,12 +100,20 @@ def settings_of(args: argparse.Namespace) -> dict:
 def tokens_of(settings: dict, out: Path, resume: bool) -> tuple[data.CharTokenizer, np.ndarray]:
     """The text as numbers; a large file is encoded piece by piece to disk and mapped, never loaded whole."""
     path = settings["text"]
-    if path is not None and Path(path).is_file() and Path(path).stat().st_size > LARGE:
+    large = path is not None and Path(path).is_file() and Path(path).stat().st_size > LARGE
+    if large:
+        with open(path, "rb") as file:
+            digest = hashlib.file_digest(file, "sha256").hexdigest()
+    else:
+        text = data.builtin_text() if path is None else data.read_text(path)
+        digest = hashlib.sha256(text.encode()).hexdigest()
+    if settings.setdefault("digest", digest) != digest:
+        raise train.TrainingError("[resume] the text is not the one this run began with")
+    if large:
         tokenizer = data.CharTokenizer.from_file(path)
         if not (resume and (out / "tokens.npy").exists()):       # a new run may have another text
             data.tokenize_to_file(path, out / "tokens.npy", tokenizer)
         return tokenizer, data.open_tokens(out / "tokens.npy")
-    text = data.builtin_text() if path is None else data.read_text(path)
     tokenizer = data.CharTokenizer.from_text(text)
     return tokenizer, tokenizer.encode(text)
 
@@ -108,7 +124,6 @@ def main(argv: list[str] | None = None) -> int:
     if args.threads is not None:
         mg.set_num_threads(args.threads)
     settings, out = settings_of(args), folder_of(args)
-    train.writable_folder(out)
 
     tokenizer, tokens = tokens_of(settings, out, bool(args.resume))
     if settings.setdefault("vocab", tokenizer.to_json()) != tokenizer.to_json():

@@ -42,7 +42,7 @@ from minigrad.ops.elementwise import (
     tanh,
     where,
 )
-from minigrad.ops.index import embedding, one_hot, take, take_along_axis, tril, triu
+from minigrad.ops.index import embedding, one_hot, repeat, roll, take, take_along_axis, tril, triu
 from minigrad.ops.linalg import einsum, linear, matmul
 from minigrad.ops.loss import cross_entropy, mse_loss
 from minigrad.ops.norm import layer_norm, rms_norm

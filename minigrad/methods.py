@@ -53,6 +53,7 @@ def _lengths(given: tuple) -> tuple:
     return tuple(given[0]) if len(given) == 1 and isinstance(given[0], (tuple, list)) else given
 
 
+Tensor.__pos__ = lambda self: self                                                      # type: ignore[attr-defined]
 Tensor.reshape = lambda self, *lengths: shape.reshape(self, _lengths(lengths))          # type: ignore[attr-defined]
 Tensor.transpose = lambda self, *axes: shape.transpose(self, _lengths(axes) or None)    # type: ignore[attr-defined]
 Tensor.T = property(lambda self: shape.transpose(self))                                 # type: ignore[attr-defined]

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable
+from numbers import Integral, Real
 from typing import Any
 
 import numpy as np
 
 from minigrad.backend.device import device_of, to_device, xp
 from minigrad.kernels.numpy import optimizer as _numpy
+from minigrad.nn.module import cast
 from minigrad.tape import Tensor, _clock, _memory, _raw, _state, _wrap, describe
 
 
@@ -58,10 +60,12 @@ class Optimizer:
     def check(self, group: dict[str, Any]) -> None:
         """Raise for settings that cannot be meant."""
         for key in ("lr", "weight_decay", "eps", "momentum"):
-            if not group.get(key, 0.0) >= 0.0:
-                raise ValueError(f"[{self.name}] {key} is at least 0: got {group[key]}")
-        if not all(0.0 <= b < 1.0 for b in group.get("betas", ())):
-            raise ValueError(f"[{self.name}] betas are in [0, 1): got {group['betas']}")
+            if not (isinstance(value := group.get(key, 0.0), Real) and 0.0 <= value < math.inf):
+                raise ValueError(f"[{self.name}] {key} is at least 0: got {value!r}")
+        betas = group.get("betas", (0.0, 0.0))
+        if not (isinstance(betas, (tuple, list)) and len(betas) == 2
+                and all(isinstance(b, Real) and 0.0 <= b < 1.0 for b in betas)):
+            raise ValueError(f"[{self.name}] two betas are in [0, 1): got {betas!r}")
 
     def update(self, p: Any, g: Any, state: dict[str, Any], group: dict[str, Any]) -> None:
         """Write the raw array p in place from its gradient g; state["step"] counts from 1."""
@@ -118,23 +122,32 @@ class Optimizer:
             else:
                 problems.append(f"unknown {name}")
                 continue
-            place[slot] = _raw(value)
-            if np.shape(place[slot]) != shape:
-                problems.append(f"misshapen {name}: {np.shape(place[slot])} for {shape}")
+            raw = _raw(value)
+            if np.shape(raw) != shape:
+                problems.append(f"misshapen {name}: {np.shape(raw)} for {shape}")
+            elif kind == "group":
+                setting = np.asarray(raw).tolist()
+                place[slot] = tuple(setting) if isinstance(setting, list) else setting
+            elif slot == "step":
+                if not isinstance(step := np.asarray(raw).item(), Integral) or step < 0:
+                    problems.append(f"{name} counts steps: got {step!r}")
+                place[slot] = step
+            else:
+                try:
+                    place[slot] = cast(raw, numbered[i][1])
+                except (TypeError, ValueError):
+                    problems.append(f"{name} holds no real numbers: {describe(value)}")
         problems += [f"missing group.{i}.{name}" for i, group in enumerate(self.param_groups)
                      for name in group if name != "params" and name not in groups[i]]
         problems += [f"missing state.{i}.{name}" for i, slots in fresh.items()
                      for name in ("step", *self.slots) if name not in slots]
         if problems:
             raise ValueError(f"[load_state_dict] the state does not fit this {self.name}: " + "; ".join(problems))
-        self.state = {}
-        for i, slots in fresh.items():
-            p, step = numbered[i][1], int(slots.pop("step"))
-            arrays = {name: to_device(raw, p.device).astype(p.dtype, copy=True) for name, raw in slots.items()}
-            self.state[i] = {"step": step, **arrays}
         for group, loaded in zip(self.param_groups, groups):
-            values = {name: np.asarray(raw).tolist() for name, raw in loaded.items()}
-            group.update({name: tuple(value) if isinstance(value, list) else value for name, value in values.items()})
+            self.check({**group, **loaded})
+        self.state = fresh
+        for group, loaded in zip(self.param_groups, groups):
+            group.update(loaded)
 
 
 def _host(value: Any) -> Any:
@@ -177,7 +190,7 @@ class Adam(Optimizer):
 
     def __init__(self, params: Iterable, lr: float = 1e-3, betas: tuple[float, float] = (0.9, 0.999), eps: float = 1e-8,
                  weight_decay: float = 0.0) -> None:
-        super().__init__(params, lr=lr, betas=tuple(betas), eps=eps, weight_decay=weight_decay)
+        super().__init__(params, lr=lr, betas=betas, eps=eps, weight_decay=weight_decay)
 
     def update(self, p: Any, g: Any, state: dict[str, Any], group: dict[str, Any]) -> None:
         m, v, (b1, b2) = state["exp_avg"], state["exp_avg_sq"], group["betas"]
@@ -217,7 +230,7 @@ class Lion(Optimizer):
 
     def __init__(self, params: Iterable, lr: float = 1e-4, betas: tuple[float, float] = (0.9, 0.99),
                  weight_decay: float = 0.0) -> None:
-        super().__init__(params, lr=lr, betas=tuple(betas), weight_decay=weight_decay)
+        super().__init__(params, lr=lr, betas=betas, weight_decay=weight_decay)
 
     def update(self, p: Any, g: Any, state: dict[str, Any], group: dict[str, Any]) -> None:
         m, (b1, b2), lr = state["exp_avg"], group["betas"], group["lr"]
@@ -244,6 +257,8 @@ class Muon(Optimizer):
 
     def check(self, group: dict[str, Any]) -> None:
         super().check(group)
+        if not isinstance(group["ns_steps"], Integral) or group["ns_steps"] < 0:
+            raise ValueError(f"[Muon] ns_steps is an integer of at least 0: got {group['ns_steps']!r}")
         for p in group["params"]:
             if p.ndim != 2:
                 raise ValueError("[Muon] optimises matrices, others belong to AdamW: "
@@ -254,7 +269,8 @@ class Muon(Optimizer):
         b += (1.0 - momentum) * (g - b)
         u = g + momentum * (b - g) if group["nesterov"] else b
         p *= 1.0 - lr * group["weight_decay"]
-        p -= lr * math.sqrt(max(1.0, p.shape[1] / p.shape[0])) * orthogonalize(u, group["ns_steps"], group["eps"])
+        scale = math.sqrt(max(1.0, p.shape[1] / max(1, p.shape[0])))
+        p -= lr * scale * orthogonalize(u, group["ns_steps"], group["eps"])
 
 
 class Together:

@@ -428,7 +428,7 @@ class Tensor:
 def _refuse_history(x: Any, op: str, instead: str) -> None:
     """Raise where only the values of x would be used although its history is being recorded."""
     if isinstance(x, Tensor) and x._tracked and _state.recording:
-        raise RuntimeError(f"[{op}] would take the values of a tensor and lose its gradient: {instead}, or .detach() it")
+        raise RuntimeError(f"[{op}] would take a tensor's values and lose its gradient: {instead}, or .detach() it")
 
 
 def _raw(x: Any) -> Any:

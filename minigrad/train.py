@@ -13,6 +13,7 @@ import json
 import math
 import os
 import signal
+import tempfile
 import threading
 import time
 from collections.abc import Iterator
@@ -20,18 +21,28 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+
 from minigrad.backend.random import get_rng_state, set_rng_state
 from minigrad.data import Windows
 from minigrad.io import CheckpointError, load, load_metadata, save, write_whole
 from minigrad.nn.module import Module
 from minigrad.optim import Optimizer, Schedule, Together, clip_grad_norm_
-from minigrad.tape import no_grad
+
+try:
+    import fcntl
+except ImportError:                                      # Windows
+    fcntl = None                                         # type: ignore[assignment]
 
 COLUMNS = ("step", "train_loss", "val_loss", "lr", "grad_norm", "tokens_per_second", "seconds")
 
 
 class TrainingError(RuntimeError):
     """A run that cannot start or go on; one line that says why and what to do."""
+
+
+class FolderTaken(TrainingError):
+    """Another process is training in the folder."""
 
 
 def decay_groups(model: Module, weight_decay: float) -> list[dict[str, Any]]:
@@ -44,26 +55,22 @@ def decay_groups(model: Module, weight_decay: float) -> list[dict[str, Any]]:
 def evaluate(model: Module, windows: Windows, batch_size: int = 64, most: int | None = None) -> float:
     """Mean loss (nats per token) over the windows in order, each token once; `most`: only so many batches, evenly
     spread."""
-    training, total, count = model.training, 0.0, 0
+    total, count = 0.0, 0
     batches = -(-((len(windows.tokens) - 1) // windows.context) // batch_size)
     every = 1 if most is None else max(1, -(-batches // most))
-    model.eval()
-    try:
-        with no_grad():
-            for i, (x, y) in enumerate(windows.sequential(batch_size)):
-                if i % every == 0:
-                    total += float(model.loss(x, y)) * y.size     # type: ignore[operator]
-                    count += y.size
-    finally:
-        model.train(training)
+    with model.evaluating():
+        for i, (x, y) in enumerate(windows.sequential(batch_size)):
+            if i % every == 0:
+                total += float(model.loss(x, y)) * y.size         # type: ignore[operator]
+                count += y.size
     return total / count
 
 
 class Run:
     """A training run in a folder.
 
-    Run(out, model, optimizer, train, val, steps, schedule, settings) checks that the folder can be written, before
-    anything is computed; `fit()` trains from `step` to `steps`; `resume()` takes up what the folder holds.
+    Run(out, model, optimizer, train, val, steps, schedule, settings) claims the folder, before anything is computed;
+    `fit()` trains from `step` to `steps` and gives it up; `resume()` takes up what the folder holds.
     schedule(step) is the learning rate of the first parameter group; the others keep their ratio to it.
     """
 
@@ -79,7 +86,7 @@ class Run:
         self.saved: int | None = None                    # the step that the checkpoint holds
         first, *_ = rates = [group["lr"] for group in optimizer.param_groups]
         self.ratios = [rate / first if first else 1.0 for rate in rates]
-        writable_folder(self.out)
+        claim(self.out)
         keep_freed_memory()
 
     @property
@@ -87,7 +94,9 @@ class Run:
         return self.out / "checkpoint.safetensors"
 
     def save(self) -> None:
-        """Write checkpoint, log and curve; each file whole."""
+        """Write checkpoint, log and curve; each file whole. Parameters that are not finite are refused."""
+        for path, p in self.model.named_parameters():
+            self._finite(f"largest of {path}", np.abs(p.numpy()).max(initial=0.0))
         state = {f"model.{k}": v for k, v in self.model.state_dict().items()}
         state |= {f"optimizer.{k}": v for k, v in self.optimizer.state_dict().items()}
         run = {"step": self.step, "seconds": self.seconds, "random": get_rng_state(), "rows": self.rows,
@@ -123,7 +132,7 @@ class Run:
         Ctrl-C stops at once. A loss or gradient that is not finite stops the run; the last checkpoint stays."""
         _needs("matplotlib.figure")                      # to be told now, not when the first curve is drawn
         begin, spent, tokens = time.perf_counter(), self.seconds, 0
-        with _progress(self.step, self.steps) as bar, _on_interrupt() as asked:
+        with claimed(self.out), _progress(self.step, self.steps) as bar, _on_interrupt() as asked:
             while self.step < self.steps and not asked():
                 lr = self.schedule(self.step)
                 for group, ratio in zip(self.optimizer.param_groups, self.ratios):
@@ -145,7 +154,7 @@ class Run:
                 if self.step % self.eval_every == 0 or self.step == self.steps:
                     self._report(bar, lr, norm, speed)
             self.interrupted = self.step < self.steps
-        self.save()
+            self.save()
 
     def _finite(self, name: str, x: Any) -> float:
         value = float(x)
@@ -158,7 +167,8 @@ class Run:
 
     def _report(self, bar: Any, lr: float, norm: float, speed: float) -> None:
         train_loss, self.losses = sum(self.losses) / len(self.losses), []
-        val_loss = evaluate(self.model, self.val, most=None if self.step == self.steps else 12)
+        val_loss = self._finite("validation loss", evaluate(self.model, self.val,
+                                                            most=None if self.step == self.steps else 12))
         row = dict(zip(COLUMNS, (self.step, train_loss, val_loss, lr, norm, round(speed), round(self.seconds, 2))))
         self.rows.append(row)
         bar.write(f"step {self.step:>6}  train {train_loss:.4f}  val {val_loss:.4f}  lr {lr:.2e}  |g| {norm:.2f}  "
@@ -175,16 +185,42 @@ def keep_freed_memory() -> None:
             mallopt(knob, 1 << 30)
 
 
-def writable_folder(path: Path) -> None:
-    """Make the folder and prove that a file can be written in it, or raise."""
+_claims: dict[Path, int] = {}                            # this process's folders: descriptors that hold a lock
+
+
+def claim(path: Path) -> None:
+    """Make the folder, prove that a file can be written in it, and keep other processes out, or raise. The lock is the
+    system's and ends with the process, so none is ever stale; where there is none (Windows, some network disks) nobody
+    is kept out."""
     try:
         path.mkdir(parents=True, exist_ok=True)
-        with write_whole(path / ".writable") as file:
-            file.write("")
-        (path / ".writable").unlink()
+        with tempfile.TemporaryFile(dir=path):
+            pass
     except OSError as error:
         why = error.strerror or error
         raise TrainingError(f"[train] cannot write into {path}: {why}; choose another folder") from None
+    if fcntl is not None and path.resolve() not in _claims:
+        descriptor = os.open(path, os.O_RDONLY)
+        try:
+            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            os.close(descriptor)
+            raise FolderTaken(f"[train] another process is training in {path}; wait for its end, or choose another "
+                              "folder") from None
+        except OSError:                                  # a disk without locks
+            pass
+        _claims[path.resolve()] = descriptor
+
+
+@contextmanager
+def claimed(path: Path) -> Iterator[None]:
+    """The folder is this process's inside `with`, and free afterwards."""
+    claim(path)
+    try:
+        yield
+    finally:
+        if (descriptor := _claims.pop(path.resolve(), None)) is not None:
+            os.close(descriptor)
 
 
 def read_run(path: str | os.PathLike[str]) -> dict[str, Any]:

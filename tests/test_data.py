@@ -452,3 +452,8 @@ def test_to_json_is_ascii_json():
     """It goes into the metadata of a checkpoint, which must be UTF-8: a surrogate is escaped."""
     text = CharTokenizer("a\ud800😀").to_json()
     assert text.isascii() and json.loads(text)["chars"] == ["a", "\ud800", "😀"]
+
+
+def test_the_loss_of_a_certain_text_is_zero_and_not_minus_zero():
+    loss = NgramModel(4).fit(np.zeros(50, np.int64), 1).loss(np.zeros(9, np.int64))
+    assert f"{loss:.4f}" == "0.0000"

@@ -13,6 +13,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.extra import numpy as hnp
 
+from minigrad import nn
 from minigrad.io import _STORED, MAX_HEADER, CheckpointError, load, load_metadata, save, write_whole
 from minigrad.tape import Tensor
 
@@ -390,3 +391,19 @@ def test_a_damaged_file_loads_or_is_refused_but_never_fails_otherwise(tmp_path_f
         load(path)
     except CheckpointError:
         pass
+
+
+def test_a_module_is_not_a_state(tmp_path):
+    with pytest.raises(CheckpointError, match=r"\[save\].*model.state_dict\(\).*: Linear"):
+        save(tmp_path / "a", nn.Linear(2, 2))
+    assert not list(tmp_path.iterdir())
+
+
+def test_a_full_disk_names_the_path(tmp_path, monkeypatch):
+    def full(_):
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(os, "fsync", full)
+    with pytest.raises(OSError, match="No space left on device: '.*/a.safetensors'"):
+        save(tmp_path / "a.safetensors", {"x": np.zeros(2)})
+    assert not list(tmp_path.iterdir())

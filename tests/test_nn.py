@@ -330,8 +330,21 @@ def test_mask_may_differ_by_batch_and_head(rng):
         (lambda: nn.MultiheadAttention(12, 3, 2), r"\[MultiheadAttention\].*n_kv_heads 2"),
         (lambda: nn.MultiheadAttention(12, 0), r"\[MultiheadAttention\].*n_heads 0"),
         (lambda: nn.MultiheadAttention(12, 3, 0), r"\[MultiheadAttention\].*n_kv_heads 0"),
-        (lambda: nn.MultiheadAttention(12, -3), r"\[MultiheadAttention\].*n_heads -3"),
+        (lambda: nn.MultiheadAttention(12, -3), r"\[MultiheadAttention\].*at least 0: got 12, -3, -3"),
         (lambda: nn.MultiheadAttention(9, 3, rope=True), r"head width 3 is odd"),
+        (lambda: nn.MultiheadAttention("a", 2), r"\[MultiheadAttention\] sizes are integers.*'a', 2"),
+        (lambda: nn.Linear("a", 2), r"\[Linear\] sizes are integers of at least 0: got 'a', 2"),
+        (lambda: nn.Linear(-1, 2), r"\[Linear\].*got -1, 2"),
+        (lambda: nn.Embedding(-1, 2), r"\[Embedding\].*got -1, 2"),
+        (lambda: nn.LayerNorm(2.5), r"\[LayerNorm\].*got 2.5"),
+        (lambda: nn.RMSNorm(-1), r"\[RMSNorm\].*got -1"),
+        (lambda: nn.Dropout(1.0), r"\[Dropout\] dropout is a probability below 1: got 1.0"),
+        (lambda: nn.MultiheadAttention(4, 2, dropout=1.0), r"\[Dropout\].*got 1.0"),
+        (lambda: gpt()([]), r"\[Transformer\] ids are \(B, T\): got \(0,\)"),
+        (lambda: gpt()([1, 2]), r"\[Transformer\] ids are \(B, T\): got \(2,\)"),
+        (lambda: nn.ModuleList([nn.Parameter(np.ones(2))]), r"\[ModuleList\].*as an attribute.*got Parameter"),
+        (lambda: nn.ModuleList().append(abs), r"\[ModuleList\] holds Modules"),
+        (lambda: nn.Sequential(nn.Parameter(np.ones(2))), r"\[Sequential\] layers are Modules or functions: got"),
         (lambda: nn.MLP(4, activation="swish"), r"\[MLP\] activation is one of gelu.*'swish'"),
         (lambda: gpt(d_model=0), r"d_model is an integer of at least 1: got 0"),
         (lambda: gpt(n_heads=2.0), r"n_heads is an integer of at least 1: got 2.0"),
@@ -895,3 +908,57 @@ def test_float32_stays_float32(rng):
         logits = model(ids_of(rng))
         loss, grads = grads_of(model, ids_of(rng), ids_of(rng))
         assert logits.dtype == mg.float32 and {g.dtype for g in grads.values()} == {np.dtype("float32")}
+
+
+def test_a_sequential_has_members_of_its_own():
+    class Net(nn.Sequential):
+        def __init__(self):
+            super().__init__(nn.Linear(2, 3), F.relu, nn.Linear(3, 1))
+            self.scale = nn.Parameter(np.ones(1, np.float32))
+
+    assert [path for path, _ in Net().named_parameters()] == ["scale", "0.weight", "0.bias", "2.weight", "2.bias"]
+
+
+def test_modules_may_point_in_a_circle():
+    parent = nn.Module()
+    parent.child = nn.Linear(2, 3)
+    parent.child.parent = parent
+    assert [path for path, _ in parent.named_modules()] == ["", "child"]
+    assert [path for path, _ in parent.named_parameters()] == ["child.weight", "child.bias"]
+    assert "parent: ..." in repr(parent) and copy.deepcopy(parent).child.parent is not parent
+
+
+def test_modules_are_as_deep_as_they_are():
+    deep = nn.Linear(1, 1)
+    for _ in range(3000):
+        deep = nn.Sequential(deep)
+    assert deep.num_parameters() == 2
+
+
+def test_evaluating_gives_every_module_its_own_mode_back(rng):
+    model = gpt(dropout=0.5)
+    model.blocks[0].eval()
+    before = [module.training for module in model.modules()]
+    assert True in before and False in before
+    model.generate(ids_of(rng, (1, 2)), 2)
+    with pytest.raises(KeyError), model.evaluating():
+        assert not any(module.training for module in model.modules()) and not model(ids_of(rng)).requires_grad
+        raise KeyError
+    assert [module.training for module in model.modules()] == before and model(ids_of(rng)).requires_grad
+
+
+@pytest.mark.parametrize("bad", [np.zeros(2, "V4"), np.zeros(2, [("a", "f4"), ("b", "f4")]), np.zeros(2, complex)])
+def test_an_entry_that_cannot_be_cast_changes_nothing(bad):
+    model = nn.Linear(2, 2)
+    before = model.weight.numpy()
+    with pytest.raises(ValueError, match="bias holds no real numbers"):
+        model.load_state_dict({"weight": np.zeros((2, 2)), "bias": bad})
+    assert (model.weight.numpy() == before).all()
+
+
+def test_entries_of_a_models_own_state_can_be_swapped():
+    model = nn.Sequential(nn.Linear(2, 2, bias=False), nn.Linear(2, 2, bias=False))
+    state = model.state_dict()
+    a, b = state["0.weight"].numpy(), state["1.weight"].numpy()
+    model.load_state_dict({"0.weight": state["1.weight"], "1.weight": state["0.weight"]})
+    assert (model[0].weight.numpy() == b).all() and (model[1].weight.numpy() == a).all()

@@ -12,6 +12,7 @@ import pytest
 from conftest import kernels
 
 import minigrad as mg
+import minigrad.functional as F
 
 NAMES = list(mg.primitives)
 PATHS = [(name, way) for name, op in mg.primitives.items() for way in ("op", "composed") if way == "op" or op.reference]
@@ -244,7 +245,7 @@ TORCH = {
     "logsumexp": reducing(lambda torch, x: x.logsumexp(-1)),
     "argmax": reducing(lambda torch, x: x.argmax(-1)), "argmin": reducing(lambda torch, x: x.argmin(-1)),
     "any": reducing(lambda torch, x: x.any(-1)), "all": reducing(lambda torch, x: x.all(-1)),
-    "cumsum": lambda torch, x, axis: x.cumsum(axis),
+    "cumsum": lambda torch, x, axis=None: x.reshape(-1).cumsum(0) if axis is None else x.cumsum(axis),
     "embedding": lambda torch, table, ids: torch.nn.functional.embedding(ids, table),
     "softmax": lambda torch, x, axis=-1: x.softmax(axis),
     "log_softmax": lambda torch, x, axis=-1: x.log_softmax(axis),
@@ -481,7 +482,9 @@ FUNCTIONS = {
     "split": [([(6, 2)], lambda f, x: f(x, 3)[1], lambda t, x: t.split(x, 2)[1]),
               ([(2, 5)], lambda f, x: f(x, [1, 0, 4], axis=-1)[2], lambda t, x: t.split(x, [1, 0, 4], -1)[2])],
     "pad": [([(2, 3)], lambda f, x: f(x, ((1, 0), (0, 2)), constant_values=3.0),
-             lambda t, x: t.nn.functional.pad(x, (0, 2, 1, 0), value=3.0))],
+             lambda t, x: t.nn.functional.pad(x, (0, 2, 1, 0), value=3.0)),
+            ([(2, 3)], lambda f, x: f(x, 1), lambda t, x: t.nn.functional.pad(x, (1, 1, 1, 1))),
+            ([(2, 3)], lambda f, x: f(x, (1, 2)), lambda t, x: t.nn.functional.pad(x, (1, 2, 1, 2)))],
     "squeeze": [([(1, 2, 1)], lambda f, x: f(x), lambda t, x: x.squeeze()),
                 ([(1, 2, 1)], lambda f, x: f(x, axis=-1), lambda t, x: x.squeeze(-1)),
                 ([(1, 2, 1)], lambda f, x: f(x, axis=(0, 2)), lambda t, x: x.squeeze((0, 2)))],
@@ -498,6 +501,11 @@ FUNCTIONS = {
              ([(3, 4)], lambda f, x: f(x, [[-1, 0]], axis=-1), lambda t, x: x[:, [[-1, 0]]])],
     "take_along_axis": [([(2, 3)], lambda f, x: f(x, IDS, 1), lambda t, x: t.take_along_dim(x, t.from_numpy(IDS), 1)),
                         ([(3, 2)], lambda f, x: f(x, IDS[:1] - 3, 0), lambda t, x: x.gather(0, t.from_numpy(IDS[:1])))],
+    "repeat": [([(2, 3)], lambda f, x: f(x, 2), lambda t, x: x.repeat_interleave(2)),
+               ([(2, 3)], lambda f, x: f(x, [2, 0, 1], axis=1),
+                lambda t, x: x.repeat_interleave(t.tensor([2, 0, 1]), 1))],
+    "roll": [([(2, 3)], lambda f, x: f(x, 2), lambda t, x: x.roll(2)),
+             ([(2, 3)], lambda f, x: f(x, -1, axis=-1), lambda t, x: x.roll(-1, -1))],
     "tril": [([(2, 3, 4)], lambda f, x: f(x), lambda t, x: x.tril()),
              ([(3, 4)], lambda f, x: f(x, -1), lambda t, x: x.tril(-1))],
     "triu": [([(2, 3, 4)], lambda f, x: f(x), lambda t, x: x.triu()),
@@ -505,6 +513,8 @@ FUNCTIONS = {
     "where": [([(2, 3), (3,)], lambda f, a, b: f(np.eye(2, 3) > 0, a, b),
                lambda t, a, b: t.where(t.eye(2, 3) > 0, a, b)),
               ([(2, 3)], lambda f, a: f(a > 0, a, -1.0), lambda t, a: t.where(a > 0, a, -1.0))],
+    "clip": [([(2, 3)], lambda f, x: f(x, min=-1.0, max=0.9), lambda t, x: x.clamp(-1.0, 0.9)),
+             ([(2, 3), (3,), (2, 3)], lambda f, x, a, b: f(x, a, b), lambda t, x, a, b: t.clamp(x, a, b))],
     "std": [([(2, 3)], lambda f, x: f(x), lambda t, x: x.std(correction=0)),
             ([(2, 3)], lambda f, x: f(x, axis=1, ddof=1, keepdims=True),
              lambda t, x: x.std(1, correction=1, keepdim=True))],
@@ -532,7 +542,8 @@ FUNCTIONS = {
                   lambda t, a, b, r=r: t.nn.functional.mse_loss(a, b, reduction=r)) for r in ("mean", "sum", "none")],
     "rotary_embedding": [([(2, 3, 7)], lambda f, x, i=i: f(x, np.cos(ANGLE), np.sin(ANGLE), interleaved=i),
                           lambda t, x, i=i: _rotary(t, x, t.from_numpy(np.cos(ANGLE)), t.from_numpy(np.sin(ANGLE)), i))
-                         for i in (False, True)],
+                         for i in (False, True)]
+                        + [([(2, 3, 5), (3, 2), (3, 2)], lambda f, x, a, b: f(x, a, b), _rotary)],
     "scaled_dot_product_attention": [([(2, 3, 4)] * 3, lambda f, q, k, v: f(q, k, v, is_causal=True),
                                       lambda t, q, k, v: t.nn.functional.scaled_dot_product_attention(
                                           q, k, v, is_causal=True))],
@@ -926,3 +937,167 @@ def test_second_run_is_the_same_bits(name, i):
     args, params = arguments(name, i)
     runs = [mg.primitives[name](*leaves(args)[0], **params).numpy().tobytes() for _ in range(2)]
     assert runs[0] == runs[1]
+
+
+# ------------------------------------------------------------------------------------- faults once found, by their kind
+
+
+def grads(f, *xs, order=1):
+    """The gradients of sum f (order 2: of the sum of its first gradient), on both paths; they must agree."""
+    found = []
+    for way in ("op", "composed"):
+        with within(way), np.errstate(all="ignore"):
+            leaf = [mg.tensor(np.array(x), requires_grad=True) for x in xs]
+            y = f(*leaf).sum()
+            if order == 2:
+                y = mg.gradients(y, leaf[:1], create_graph=True)[0].sum()
+            found.append([g.numpy() for g in mg.gradients(y, leaf)])
+    for a, b in zip(*found):
+        close(a, b, rtol=1e-6)
+    return found[0]
+
+
+def test_power_at_zero():
+    """d/db d/da a^b = a^(b-1) (1 + b log a), which is 1/a at b = 0; and 0^0 gives no NaN."""
+    close(grads(lambda a, b: a**b, 2.0, 0.0, order=2)[1], 0.5)
+    for order in (1, 2):
+        assert all(np.isfinite(g).all() for g in grads(lambda a, b: a**b, [0.0, 0.0], [0.0, 2.0], order=order))
+
+
+def test_sigmoid_keeps_its_lower_tail():
+    x = mg.tensor([-20.0, -80.0, 0.0, 30.0], requires_grad=True)
+    close(F.sigmoid(x), 1 / (1 + np.exp([20.0, 80.0, 0.0, -30.0])), rtol=1e-6)
+    close(mg.gradients(F.log(F.sigmoid(x)).sum(), [x])[0], [1.0, 1.0, 0.5, 0.0], rtol=1e-6)
+
+
+@pytest.mark.parametrize("f", [F.relu, lambda x: F.maximum(x, 0.0), lambda x: F.maximum(0.0, x),
+                               lambda x: F.clip(x, 0.0), lambda x: -F.minimum(-x, 0.0),
+                               lambda x: -F.clip(-x, None, 0.0)])
+def test_what_is_not_chosen_gets_nothing_also_of_infinity(f):
+    """sqrt has an infinite derivative at 0, and 0 times infinity is NaN."""
+    for order, want in ((1, 0.25), (2, -1 / 32)):
+        close(grads(lambda x: F.sqrt(f(x)), [-1.0, 4.0], order=order)[0], [0.0, want])
+
+
+def test_abs_and_std_at_rest():
+    x = mg.tensor([0.0, -2.0, 2.0], requires_grad=True)
+    close(mg.gradients(F.abs(x), [x], np.array([np.inf, 3.0, 3.0]))[0], [0.0, -3.0, 3.0])
+    for order in (1, 2):
+        close(grads(lambda x: F.std(x, axis=1), np.ones((2, 3)), order=order)[0], np.zeros((2, 3)))
+
+
+def test_clip_with_crossed_bounds():
+    """The value is high, so high has the gradient; x has it at its bounds."""
+    got = grads(F.clip, [0.0, 1.5, 3.0, 1.0, 2.0], [2.0, 2.0, 2.0, 1.0, 3.0], [1.0, 1.0, 1.0, 2.0, 3.0])
+    close(got, [[0, 0, 0, 1, 0], [0, 0, 0, 0, 1], [1, 1, 1, 0, 0]])
+
+
+Q = (2, 2, 3)
+MIXED = {                                                # name -> (shapes, f)
+    "layer_norm": ([(2, 3), (3,), (3,)], F.layer_norm), "rms_norm": ([(2, 3), (3,)], F.rms_norm),
+    "attention_fused": ([Q, Q, Q, (2, 2), (2,)], lambda q, k, v, bias, sinks: F.scaled_dot_product_attention(
+        q, k, v, bias, sinks=sinks, implementation="fused")),
+    "attention_tiled": ([Q, Q, Q, (2, 2), (2,)], lambda q, k, v, bias, sinks: F.scaled_dot_product_attention(
+        q, k, v, bias, sinks=sinks, implementation="tiled")),
+}
+ONE = {**{name: getattr(F, name) for name in "softmax log_softmax layer_norm rms_norm gelu silu erf sigmoid".split()},
+       "masked_softmax": lambda x: F.masked_softmax(x, np.eye(2, 3) > -1),
+       "cross_entropy": lambda x: F.cross_entropy(x, [0, 2]),
+       "attention": lambda x: F.scaled_dot_product_attention(x, x, x),
+       "dropout": lambda x: (mg.manual_seed(0), F.dropout(x, 0.25))[1],
+       "rotary": lambda x: F.rotary_embedding(x, np.full((2, 1), 0.6), np.full((2, 1), 0.8))}
+
+
+@pytest.mark.parametrize("name", MIXED)
+def test_fused_ops_promote_as_their_compositions(name):
+    """Each argument in turn wider, narrower or integer: dtype and values are those of the composition (NEP 50)."""
+    shapes, f = MIXED[name]
+    for base, other in itertools.permutations((np.float16, np.float32, np.float64, np.int64), 2):
+        for at in range(len(shapes)):
+            arrays = [v.astype(other if i == at else base) for i, v in enumerate(values(shapes, -2.0, 2.0))]
+            if name.startswith("attention") and arrays[3].dtype.kind == "i":
+                continue                                 # an integer is no mask
+            results = []
+            for way in ("op", "composed"):
+                xs = [mg.tensor(a, requires_grad=a.dtype.kind == "f") for a in arrays]
+                tracked = [x for x in xs if x.requires_grad]
+                with within(way):
+                    y = f(*xs)
+                    results.append([y, *mg.gradients(y, tracked, like(y.numpy()))])
+            for a, b in zip(*results):
+                assert a.dtype == b.dtype and a.dtype.kind == "f"
+                close(a.numpy().astype(float), b.numpy().astype(float), rtol=2e-2, atol=2e-2)
+
+
+@pytest.mark.parametrize("name", ONE)
+@pytest.mark.parametrize("dtype", [np.int64, np.int32])
+def test_integers_are_computed_as_floats(name, dtype):
+    x = np.arange(6).reshape(2, 3)
+    want = ONE[name](mg.tensor(x.astype(np.float64)))
+    for way in ("op", "composed"):
+        with within(way):
+            y = ONE[name](mg.tensor(x.astype(dtype)))
+        assert y.dtype == np.float64
+        close(y, want)
+
+
+def test_the_mean_loss_of_many_rows_in_float16():
+    x = mg.tensor(np.zeros((70000, 4), np.float16), requires_grad=True)
+    loss = F.cross_entropy(x, np.zeros(70000, int))
+    assert loss.dtype == np.float16
+    close(loss, np.log(4), rtol=1e-3)
+    close(mg.gradients(loss, [x])[0].numpy()[0], np.array([-0.75, 0.25, 0.25, 0.25]) / 70000, atol=1e-7)
+
+
+LEAF, X, ATTEND = mg.tensor(0.5, requires_grad=True), mg.ones(1, 2, 1), F.scaled_dot_product_attention
+SQUARE = mg.ones(2, 3)
+REFUSED = [                                              # (what it says, call)
+    *((f"] {name} is a number, not a Tensor that requires a gradient", f) for name, f in {
+        "scale": lambda: ATTEND(X, X, X, scale=LEAF), "softcap": lambda: ATTEND(X, X, X, softcap=LEAF),
+        "constant_values": lambda: F.pad(X, 1, LEAF), "p": lambda: F.dropout(X, LEAF),
+        "label_smoothing": lambda: F.cross_entropy(SQUARE, [0, 1], label_smoothing=LEAF)}.items()),
+    *(("axis 5 is out of range for (1, 2, 1", f) for f in (
+        lambda: F.squeeze(X, 5), lambda: F.take(X, [0], 5), lambda: F.take_along_axis(X, np.zeros((1, 1, 1), int), 5),
+        lambda: F.moveaxis(X, 0, 5), lambda: F.swapaxes(X, 5, 0), lambda: F.split(X, 1, 5), lambda: F.expand_dims(X, 5),
+        lambda: F.softmax(X, 5), lambda: F.log_softmax(X, 5), lambda: F.masked_softmax(X, axis=5),
+        lambda: F.stack([X, X], 5))),
+    ("axis is one integer: got (0, 1)", lambda: F.softmax(X, (0, 1))),
+    ("axis -2 is out of range for (1,)", lambda: mg.ones(1).mT),
+    ("axis 0 is out of range for ()", lambda: F.take(LEAF, [0], axis=0)),
+    ("axis -2 is out of range for (1,)", lambda: F.tril(mg.ones(1))),
+    ("sections is an integer: got 1.5", lambda: F.split(SQUARE, 1.5, -1)),
+    ("a size is an integer: got 1.5", lambda: F.split(SQUARE, [1.5, 1.5], -1)),
+    ("width is a pair", lambda: F.pad(SQUARE, ((1, 2), (1,)))), ("width is a pair", lambda: F.pad(SQUARE, 1.5)),
+    ("takes at least one array", lambda: F.stack([])), ("takes at least one array", lambda: F.concatenate([])),
+    ("same number of dimensions", lambda: F.stack([1.0, SQUARE])),
+    ("operand 0 is a Tensor", lambda: F.einsum("i->", None)),
+    ("takes the subscripts first", lambda: F.einsum(SQUARE, "ij->")),
+    ("must have the ... of its operands", lambda: F.einsum("ii...->i", np.ones((2, 2, 3)))),
+    ("same shape", lambda: F.mse_loss(SQUARE, 0.0)), ("logits is a Tensor", lambda: F.cross_entropy(None, [0])),
+    ("k is a Tensor", lambda: ATTEND(X, None, X)), ("window is an integer", lambda: ATTEND(X, X, X, window="3")),
+    ("scale is a number", lambda: ATTEND(X, X, X, scale="1")),
+    ("query_offset is an integer: got 0.5", lambda: ATTEND(X, X, X, is_causal=True, query_offset=0.5)),
+    ("query_offset is an integer: got str", lambda: ATTEND(X, X, X, is_causal=True, query_offset="0")),
+    ("takes ids and then a table", lambda: F.embedding(SQUARE, [0])),
+    ("broadcast to x", lambda: F.rotary_embedding(SQUARE, np.ones((5, 1)), np.ones((5, 1)))),
+    ("broadcast to x", lambda: F.rotary_embedding(SQUARE, np.ones((1, 2, 1)), np.ones((1, 2, 1)))),
+    ("n is an integer: got 3.5", lambda: F.one_hot([1], 3.5)),
+]
+
+
+@pytest.mark.parametrize("k", range(len(REFUSED)))
+def test_refusals_name_the_op(k):
+    says, f = REFUSED[k]
+    with pytest.raises((TypeError, ValueError, IndexError, RuntimeError)) as error:
+        f()
+    assert str(error.value).startswith("[") and says in str(error.value)
+
+
+def test_lists_and_numpy_integers_are_taken():
+    assert len(F.split(SQUARE, np.int64(3), -1)) == len(F.split(SQUARE, np.ones(3, int), -1)) == 3
+    close(F.einsum("i,i->", [1.0, 2.0], [3.0, 4.0]), 11.0)
+    close(F.mse_loss(mg.tensor([1.0, 2.0]), [1.0, 4.0]), 2.0)
+    close(F.cross_entropy([[0.0, 0.0]], [1]), np.log(2), rtol=1e-6)
+    close(ATTEND([[1.0, 2.0]], [[1.0, 2.0]], [[1.0, 2.0]]), [[1.0, 2.0]])
+    close(ATTEND(SQUARE, SQUARE, SQUARE, sinks=[0.0]), np.full((2, 3), 2 / (2 + np.exp(-3**0.5))), rtol=1e-6)
+    assert (F.one_hot([1], np.int64(3)).shape, (+SQUARE) is SQUARE) == ((1, 3), True)

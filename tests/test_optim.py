@@ -243,6 +243,12 @@ MATRIX = nn.Parameter(np.ones((2, 2), np.float32))
         ),
         (lambda: optim.AdamW([LEAF], lr=-0.1), r"\[AdamW\] lr is at least 0: got -0.1"),
         (lambda: optim.AdamW([LEAF], lr=math.nan), r"\[AdamW\] lr is at least 0: got nan"),
+        (lambda: optim.AdamW([LEAF], lr="a"), r"\[AdamW\] lr is at least 0: got 'a'"),
+        (lambda: optim.SGD([LEAF], lr=None), r"\[SGD\] lr is at least 0: got None"),
+        (lambda: optim.SGD([LEAF], lr=math.inf), r"\[SGD\] lr is at least 0: got inf"),
+        (lambda: optim.AdamW([LEAF], betas=(0.9,)), r"\[AdamW\] two betas are in \[0, 1\): got \(0.9,\)"),
+        (lambda: optim.Lion([LEAF], betas=None), r"\[Lion\] two betas are in \[0, 1\): got None"),
+        (lambda: optim.Muon([MATRIX], ns_steps=2.5), r"\[Muon\] ns_steps is an integer of at least 0: got 2.5"),
         (lambda: optim.AdamW([LEAF], weight_decay=-1.0), r"weight_decay is at least 0"),
         (lambda: optim.AdamW([LEAF], eps=-1e-8), r"eps is at least 0"),
         (lambda: optim.AdamW([LEAF], betas=(0.9, 1.0)), r"betas are in \[0, 1\): got \(0.9, 1.0\)"),
@@ -482,3 +488,40 @@ def test_a_state_that_does_not_fit_changes_nothing_and_names_it_all(rng):
     assert after.keys() == before.keys() and all(after[k].numpy().tobytes() == before[k].tobytes() for k in before)
     with pytest.raises(ValueError, match="momentum_buffer"):
         optim.SGD(params, momentum=0.9).load_state_dict(before)  # another optimiser's state
+
+
+@pytest.mark.parametrize(
+    "changed, message",
+    [
+        ({"group.0.lr": np.array(math.nan)}, r"lr is at least 0: got nan"),
+        ({"group.0.lr": np.array("abc")}, r"lr is at least 0: got 'abc'"),
+        ({"group.0.betas": np.array([0.9, 1.5])}, r"betas are in \[0, 1\): got \(0.9, 1.5\)"),
+        ({"group.0.betas": np.array([0.9])}, r"misshapen group.0.betas: \(1,\) for \(2,\)"),
+        ({"state.1.step": np.array(-1)}, r"state.1.step counts steps: got -1"),
+        ({"state.1.step": np.array(1.5)}, r"state.1.step counts steps: got 1.5"),
+        ({"state.1.step": np.array("x")}, r"state.1.step counts steps: got 'x'"),
+        ({"state.1.exp_avg": np.zeros(6, complex)}, r"state.1.exp_avg holds no real numbers"),
+        ({"state.1.exp_avg": np.zeros(6, "V4")}, r"state.1.exp_avg holds no real numbers"),
+    ],
+)
+@pytest.mark.parametrize("together", [False, True])
+def test_a_state_that_cannot_be_meant_changes_nothing(rng, changed, message, together):
+    params = params_of(rng)
+    one = optim.AdamW(params, lr=0.25)
+    set_grads(params, 0)
+    one.step()
+    optimizer, prefix = (optim.Together(one), "0.") if together else (one, "")
+    before = {name: x.numpy() for name, x in optimizer.state_dict().items()}
+    state = {**before, f"{prefix}state.0.exp_avg": np.ones((4, 6))}
+    with pytest.raises(ValueError, match=message):
+        optimizer.load_state_dict({**state, **{prefix + name: value for name, value in changed.items()}})
+    after = optimizer.state_dict()
+    assert after.keys() == before.keys() and all(after[k].numpy().tobytes() == before[k].tobytes() for k in before)
+
+
+@pytest.mark.parametrize("shape", [(0, 3), (3, 0)])
+def test_muon_takes_an_empty_matrix(shape):
+    p = nn.Parameter(np.zeros(shape))
+    p.grad = mg.tensor(np.zeros(shape))
+    optim.Muon([p]).step()
+    assert p.shape == shape

@@ -6,6 +6,7 @@ Texts and models are tiny; example 03 is run as its user runs it, in this proces
 import csv
 import importlib.util
 import math
+import os
 import re
 import runpy
 import shlex
@@ -537,7 +538,8 @@ ARGUMENTS = {
     "lr 0": (["--lr", "0"], "--lr must be above 0: 0.0"),
     "lr nan": (["--lr", "nan"], "--lr must be above 0: nan"),
     "width by heads": (["--width", "10", "--heads", "3"], "heads divide the width.*d_model 10, n_heads 3"),
-    "dropout": (["--dropout", "1.5"], "dropout is a probability: got 1.5"),
+    "dropout": (["--dropout", "1.5"], "dropout is a probability below 1: got 1.5"),
+    "all dropped": (["--dropout", "1.0"], "dropout is a probability below 1: got 1.0"),
     "negative sample": (["--sample", "-1"], "--sample must be at least 0"),
     "temperature": (["--temperature", "-0.5"], "--temperature .* at least 0: -0.5"),
     "seed": (["--seed", "-1"], "seed"),
@@ -594,16 +596,15 @@ def test_missing_libraries_are_one_line(finished, run_folder, monkeypatch):
 def test_resume_refuses_another_shape(run_folder, monkeypatch):
     before = contents(run_folder)
     line = error_of(monkeypatch, "--resume", run_folder, "--width", "16", "--dropout", "0.5", "--layers", "1")
-    assert_match(r"\[resume\] a run keeps its sizes; this one cannot change --width \(8\), --dropout \(0.0\)$", line)
+    assert_match(r"a run keeps its sizes and seed; this one cannot change --width \(8\), --dropout \(0.0\)$", line)
     unchanged(before, run_folder)
 
 
 def test_resume_refuses_a_text_of_other_characters(run_folder, tmp_path, monkeypatch):
     (tmp_path / "other.txt").write_text("0123456789" * 50)
     before = contents(run_folder)
-    assert_match(
-        "the text has other characters", error_of(monkeypatch, "--resume", run_folder, "--text", tmp_path / "other.txt")
-    )
+    line = error_of(monkeypatch, "--resume", run_folder, "--text", tmp_path / "other.txt")
+    assert_match("the text is not the one this run began with", line)
     unchanged(before, run_folder)
 
 
@@ -634,10 +635,111 @@ def test_a_new_run_never_overwrites_another(run_folder, example, monkeypatch):
     """--out of a folder that holds a run is refused, saying how to go on; without --out the next free name is taken."""
     before = contents(run_folder)
     line = error_of(monkeypatch, *TINY, "--out", run_folder)
-    assert_match("holds a run already: go on with --resume", line)
+    assert_match("holds a run already, or one is going on in it: go on with --resume", line)
     unchanged(before, run_folder)
     monkeypatch.chdir(run_folder.parent)
     (run_folder.parent / "runs").mkdir()
     (run_folder.parent / "runs/char-gpt").symlink_to(run_folder)
     assert str(example.folder_of(example.arguments([]))) == "runs/char-gpt-2"
     unchanged(before, run_folder)
+
+
+@pytest.mark.parametrize("value", [math.nan, math.inf])
+@pytest.mark.parametrize("at, kept", [(5, "nothing was saved yet"), (10, "holds the state of step 5"),
+                                      (8, "holds the state of step 5")])
+def test_weights_that_are_not_finite_are_never_saved(no_curve, tmp_path, value, at, kept):
+    """An update from a finite gradient makes them; seen by the validation loss (5, 10) or when Ctrl-C saves (8)."""
+    run = make(tmp_path, at={8: interrupt} if at == 8 else None)
+    step = run.optimizer.step
+
+    def spoil():
+        step()
+        if run.step + 1 == at:
+            run.model.norm.weight.data[0] = value
+
+    run.optimizer.step = spoil
+    with np.errstate(all="ignore"), pytest.raises(train.TrainingError, match=kept):
+        run.fit()
+    assert len(run.rows) == (at - 1) // 5 and run.checkpoint.exists() == (at > 5)
+    if at > 5:
+        assert all(np.isfinite(x.numpy()).all() for x in mg.load(run.checkpoint).values())
+
+
+def test_a_learning_rate_too_large_ends_with_an_error(finished, tmp_path, monkeypatch):
+    with np.errstate(all="ignore"):
+        line = error_of(monkeypatch, *TINY, "--text", finished / "text.txt", "--out", tmp_path / "new", "--lr", "6e37",
+                        "--steps", "1")
+    assert_match(r"is (nan|inf) at step 1; nothing was saved yet", line)
+    assert not list((tmp_path / "new").iterdir())
+
+
+def test_evaluate_gives_every_module_its_own_mode_back(rng):
+    model = Model()
+    model.blocks[0].eval()
+    before = [module.training for module in model.modules()]
+    train.evaluate(model, data.Windows(rng.integers(0, 30, 33), 8, 4))
+    assert [module.training for module in model.modules()] == before and not all(before)
+
+
+@pytest.fixture
+def taken():
+    """taken(folder): as another process that trains there."""
+    fcntl = pytest.importorskip("fcntl")
+    held = []
+
+    def take(folder):
+        folder.mkdir(parents=True, exist_ok=True)
+        held.append(os.open(folder, os.O_RDONLY))
+        fcntl.flock(held[-1], fcntl.LOCK_EX)
+        return held[-1]
+
+    yield take
+    for descriptor in held:
+        os.close(descriptor)
+
+
+def test_a_folder_has_one_run_at_a_time(no_curve, tmp_path, taken):
+    fcntl = pytest.importorskip("fcntl")
+    descriptor = taken(tmp_path / "a")
+    with pytest.raises(train.FolderTaken, match="another process is training in .*/a; wait"):
+        make(tmp_path / "a")
+    fcntl.flock(descriptor, fcntl.LOCK_UN)
+    run = make(tmp_path / "a", steps=2)
+    with pytest.raises(BlockingIOError):
+        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    run.fit()
+    fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)  # free again
+    assert sorted(p.name for p in (tmp_path / "a").iterdir()) == ["checkpoint.safetensors", "log.csv"]
+
+
+def test_example_takes_the_next_name_or_refuses(tmp_path, example, monkeypatch, taken):
+    monkeypatch.chdir(tmp_path)
+    taken(tmp_path / "runs/char-gpt")
+    assert str(example.folder_of(example.arguments([]))) == "runs/char-gpt-2"
+    assert_match("or one is going on in it", error_of(monkeypatch, *TINY, "--out", "runs/char-gpt"))
+
+
+@pytest.mark.parametrize("given, message", [
+    (["--out", "elsewhere"], r"leave out --out$"),
+    (["--config", "nano"], r"leave out --config$"),
+    (["--seed", "2"], r"cannot change --seed \(1337\)$"),
+])
+def test_resume_refuses_what_it_would_ignore(run_folder, monkeypatch, given, message):
+    before = contents(run_folder)
+    assert_match(message, error_of(monkeypatch, "--resume", run_folder, *given))
+    unchanged(before, run_folder)
+
+
+@pytest.mark.parametrize("large", [False, True])
+def test_resume_refuses_another_text_of_the_same_characters(no_curve, tmp_path, example, monkeypatch, large):
+    monkeypatch.setattr(example, "LARGE", 100 if large else 1 << 30)
+    (tmp_path / "a").write_text(TEXT)
+    (tmp_path / "b").write_text(TEXT.replace("cat", "tac"))
+    begin = [*TINY, "--steps", "2", "--sample", "0", "--text", str(tmp_path / "a"), "--out", str(tmp_path / "run")]
+    assert example.main(begin) == 0
+    before = contents(tmp_path / "run")
+    with pytest.raises(train.TrainingError, match="the text is not the one this run began with"):
+        example.main(["--resume", str(tmp_path / "run"), "--text", str(tmp_path / "b")])
+    unchanged(before, tmp_path / "run")
+    (tmp_path / "a").rename(tmp_path / "c")              # the same text under another name is the same text
+    assert example.main(["--resume", str(tmp_path / "run"), "--text", str(tmp_path / "c"), "--sample", "0"]) == 0

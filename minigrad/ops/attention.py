@@ -10,7 +10,8 @@ import numpy as np
 from minigrad.backend.device import is_array, xp
 from minigrad.backend.random import Key, drop_below, stream
 from minigrad.kernels.numpy import attention as _numpy
-from minigrad.ops.elementwise import on_device_of, tanh
+from minigrad.kernels.numpy.blocks import promoted
+from minigrad.ops.elementwise import array, number, on_device_of, tanh
 from minigrad.ops.index import take
 from minigrad.ops.shape import broadcast_to, concatenate, reshape, swapaxes
 from minigrad.ops.softmax import _masked_softmax, check_empty_choice, check_visible, refuse_empty
@@ -86,7 +87,7 @@ def _composition(q, k, v, mask=None, bias=None, sinks=None, /, scale=1.0, causal
     m = xp(_raw(scores))
     visible = visible_set(*scores.shape[-2:], _raw(mask), causal, query_offset, window, m)
     if sinks is not None:                                # one more key per head that every row sees, without a value
-        column = broadcast_to(reshape(sinks, (-1, 1, 1)), (*scores.shape[:-1], 1))
+        column = broadcast_to(reshape(sinks, (-1, 1, 1)[-scores.ndim:]), (*scores.shape[:-1], 1))
         if visible is not None:
             visible = m.broadcast_to(visible, scores.shape)
             visible = m.concatenate([visible, m.ones(column.shape, bool)], axis=-1)
@@ -110,7 +111,7 @@ def _check_rows(scores, visible):
 
 def _kernel(name: str):
     """The NumPy kernel `name` and its joint backward, as the engine calls them."""
-    run, back = getattr(_numpy, name), getattr(_numpy, name + "_backward")
+    run, back = promoted(getattr(_numpy, name)), promoted(getattr(_numpy, name + "_backward"))
 
     def options(scale, causal, query_offset, window, softcap, kv_head, dropout):
         if dropout is not None:
@@ -179,6 +180,9 @@ def scaled_dot_product_attention(q, k, v, attn_mask=None, dropout_p=0.0, is_caus
         al., 2022), "auto".
     """
     op = "scaled_dot_product_attention"
+    q, k, v = array(op, "q", q), array(op, "k", k), array(op, "v", v)
+    sinks = None if sinks is None else array(op, "sinks", sinks)
+    attn_mask = None if attn_mask is None else array(op, "attn_mask", attn_mask)
     for name, x in (("q", q), ("k", k), ("v", v)):
         if x.ndim < 2:
             raise ValueError(f"[{op}] q, k and v are (*L, H, T, D): got {name} {x.shape}")
@@ -200,8 +204,12 @@ def scaled_dot_product_attention(q, k, v, attn_mask=None, dropout_p=0.0, is_caus
     if np.ndim(query_offset):
         raise ValueError(f"[{op}] query_offset is one integer: got shape {np.shape(query_offset)}; for one a sequence "
                          "pass attn_mask=F.visible_set(T, S, causal=True, query_offset=offsets of shape (B, 1, 1, 1))")
-    if window is not None and (isinstance(window, bool) or int(window) != window or window < 1):
+    query_offset = None if query_offset is None else number(op, "query_offset", query_offset, int)
+    if window is not None and (isinstance(window, bool) or number(op, "window", window, int) < 1):
         raise ValueError(f"[{op}] window is an integer of at least 1: got {window!r}")
+    scale = 1.0 / math.sqrt(d) if scale is None else number(op, "scale", scale)
+    softcap = None if softcap is None else number(op, "softcap", softcap)
+    dropout_p = number(op, "dropout_p", dropout_p)
     if softcap is not None and not softcap > 0:
         raise ValueError(f"[{op}] softcap is positive: got {softcap!r}")
     if not 0.0 <= dropout_p < 1.0:
@@ -224,10 +232,10 @@ def scaled_dot_product_attention(q, k, v, attn_mask=None, dropout_p=0.0, is_caus
         implementation = "composed"
     return _implementations[implementation](
         q, k, v, None if mask is None else on_device_of(mask, q), None if bias is None else on_device_of(bias, q),
-        sinks, scale=1.0 / math.sqrt(d) if scale is None else float(scale), causal=bool(is_causal),
-        query_offset=int(query_offset or 0), window=None if window is None else int(window),
-        softcap=None if softcap is None else float(softcap), kv_head=kv_head,
-        dropout=(float(dropout_p), stream.key()) if dropout_p else None,
+        sinks, scale=scale, causal=bool(is_causal),
+        query_offset=query_offset or 0, window=None if window is None else int(window),
+        softcap=softcap, kv_head=kv_head,
+        dropout=(dropout_p, stream.key()) if dropout_p else None,
         refuse_empty_rows=empty_rows == "raise" and sinks is None and not plainly_full)
 
 
@@ -254,10 +262,8 @@ def _split_mask(op, attn_mask, shape):
     """(bool mask, None) or (None, additive bias), checked against the shape of the scores."""
     if attn_mask is None:
         return None, None
-    kind = getattr(attn_mask, "dtype", np.asarray(_raw(attn_mask)).dtype if not is_array(_raw(attn_mask)) else None)
-    if np.dtype(kind).kind == "f":
-        bias = attn_mask if hasattr(attn_mask, "dtype") else np.asarray(attn_mask)
-        check_visible(op, np.broadcast_to(np.True_, bias.shape), shape)
-        return None, bias
+    if attn_mask.dtype.kind == "f":
+        check_visible(op, np.broadcast_to(np.True_, attn_mask.shape), shape)
+        return None, attn_mask
     return check_visible(op, attn_mask, shape), None
 

@@ -169,7 +169,8 @@ def gelu(x, /, approximate="none"):
     return 0.5 * x * (1.0 + erf(x * math.sqrt(0.5)))
 
 
-@primitive(samples=[sample((2, 3)), sample(()), sample((0, 2))], kernels={"numpy": (promoted(_numpy.silu), _numpy.silu_backward)})
+@primitive(samples=[sample((2, 3)), sample(()), sample((0, 2))],
+           kernels={"numpy": (promoted(_numpy.silu), _numpy.silu_backward)})
 def silu(x, /):
     """x sigmoid(x), also called swish (Elfwing et al., 2017)"""
     return x * sigmoid(x)
@@ -219,8 +220,10 @@ def _inside(x, low, high):
 @primitive(broadcasts=True, samples=[sample((2, 3), -1.0, 1.0), sample((2, 3), (3,), None),
                                      sample((2, 3), None, (2, 1)), sample((2, 3), (3,), 1.9), sample((2,), None, None)],
            rules=[lambda ct, x, low, high: where(_inside(x, low, high), ct, 0.0),
-                  lambda ct, x, low, high: where(x < low if high is None else logical_and(x < low, low <= high), ct, 0.0),
-                  lambda ct, x, low, high: where(x > high if low is None else logical_or(x > high, low > high), ct, 0.0)])
+                  lambda ct, x, low, high: where(
+                      x < low if high is None else logical_and(x < low, low <= high), ct, 0.0),
+                  lambda ct, x, low, high: where(
+                      x > high if low is None else logical_or(x > high, low > high), ct, 0.0)])
 def _clip(x, low=None, high=None, /):
     """min(max(x, low), high): high, if low is above it"""
     x = x if low is None else _either("maximum", x, low)
@@ -269,8 +272,8 @@ def array(op, name, x):
 def number(op, name, x, kind=float):
     """A parameter as a Python number; one that asks for a gradient would not get it, and half an integer is none."""
     if isinstance(x, Tensor) and x.requires_grad:
-        raise TypeError(f"[{op}] {name} is a number, not a Tensor that requires a gradient: pass {name}.item() if it is "
-                        "a constant, or write the formula with it out")
+        raise TypeError(f"[{op}] {name} is a number, not a Tensor that requires a gradient: pass {name}.item(), or "
+                        "write the formula out")
     try:
         made = kind(_raw(x))
         if made == x or made != made:                    # "1" and 0.5 are no integers

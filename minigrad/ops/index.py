@@ -7,9 +7,9 @@ import numpy as np
 
 from minigrad.backend.device import is_array, to_host, xp
 from minigrad.kernels.numpy import embedding as _numpy
-from minigrad.ops.elementwise import on_device_of, where
-from minigrad.ops.shape import getitem, reshape
-from minigrad.tape import _raw, _wrap, primitive, sample
+from minigrad.ops.elementwise import array, number, on_device_of, where
+from minigrad.ops.shape import axis_of, getitem, reshape
+from minigrad.tape import _raw, _wrap, describe, primitive, sample
 
 
 def check_ids(op: str, ids, n: int, low: int = 0, but: int | None = None):
@@ -46,22 +46,23 @@ def _embedding(table, /, ids):
 
 def embedding(ids, table):
     """Rows of the table: ids (*S) integers in 0 .. V-1, table (V, C) -> (*S, C). ct_table sums ct over equal ids."""
+    table = array("embedding", "table", table)
     if table.ndim != 2:
-        raise ValueError(f"[embedding] the table is (V, C): got {table.shape}")
+        raise ValueError(f"[embedding] takes ids and then a table (V, C): got ids {describe(ids)}, table {table.shape}")
     return _embedding(table, ids=on_device_of(check_ids("embedding", ids, table.shape[0]), table))
 
 
 def take(x, indices, axis=None):
     """Elements of x at `indices` along `axis` (of the flattened x without one); negatives count from the end."""
     x = reshape(x, (-1,)) if axis is None else x
-    axis = (axis or 0) % x.ndim
+    axis = axis_of("take", axis or 0, x.shape)
     n = x.shape[axis]
     return getitem(x, (slice(None),) * axis + (on_device_of(check_ids("take", indices, n, low=-n), x),))
 
 
 def take_along_axis(x, indices, axis):
     """x[..., indices[..., j, ...], ...] with indices shaped like x but for `axis`; negatives count from the end."""
-    axis %= x.ndim
+    axis = axis_of("take_along_axis", axis, x.shape)
     n = x.shape[axis]
     ids = on_device_of(check_ids("take_along_axis", indices, n, low=-n), x)
     if ids.ndim != x.ndim:
@@ -73,8 +74,21 @@ def take_along_axis(x, indices, axis):
     return getitem(x, tuple(ids if i == axis else g for i, g in enumerate(grid)))
 
 
+def repeat(x, repeats, axis=None):
+    """Each part along `axis` (element of the flattened x without one) `repeats` times: a number, or one for each."""
+    n = x.size if axis is None else x.shape[axis_of("repeat", axis, x.shape)]
+    return take(x, np.repeat(np.arange(n), repeats), axis)
+
+
+def roll(x, shift, axis=None):
+    """Elements moved `shift` places along `axis` (in row-major order without one); the last come first."""
+    n = x.size if axis is None else x.shape[axis_of("roll", axis, x.shape)]
+    return reshape(take(x, np.roll(np.arange(n), shift), axis), x.shape)
+
+
 def one_hot(ids, n):
     """(*S) integers in 0 .. n-1 -> (*S, n) float32: 1 at the id, 0 elsewhere. A Tensor, without gradient."""
+    n = number("one_hot", "n", n, int)
     ids = check_ids("one_hot", ids, n)
     return _wrap((ids[..., None] == xp(ids).arange(n)).astype(np.float32))
 
@@ -90,6 +104,7 @@ def triu(x, k=0):
 
 
 def _triangle(x, k, lower):
+    axis_of("tril" if lower else "triu", -2, x.shape)
     rows, columns = np.arange(x.shape[-2])[:, None] + k, np.arange(x.shape[-1])
     return where(columns <= rows if lower else columns >= rows, x, 0.0)
 

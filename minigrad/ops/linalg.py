@@ -8,8 +8,9 @@ import string
 import numpy as np
 
 from minigrad.backend.device import is_array, xp
+from minigrad.ops.elementwise import array
 from minigrad.ops.shape import broadcast_to, expand_dims, reshape, swapaxes
-from minigrad.tape import Tensor, primitive, sample
+from minigrad.tape import Tensor, describe, primitive, sample
 
 
 def _as_rows(x):
@@ -106,6 +107,8 @@ def _parse(subscripts: str, shapes) -> tuple[list[str], str]:
     if not arrow:
         letters = "".join(spelled)
         out = "..." * bool(dots) + "".join(sorted(c for c in set(letters) - set(dots) if letters.count(c) == 1))
+    elif dots and "..." not in out:
+        raise ValueError(f"[einsum] the output of {subscripts!r} must have the ... of its operands")
     return spelled, out.replace("...", dots)
 
 
@@ -140,6 +143,9 @@ def einsum(subscripts, *operands):
 
     ct of an operand = einsum of ct with the other operands, onto the operand's letters.
     """
+    if not isinstance(subscripts, str):
+        raise TypeError(f"[einsum] takes the subscripts first, then the operands: got {describe(subscripts)}")
+    operands = tuple(array("einsum", f"operand {i}", x) for i, x in enumerate(operands))
     terms, out = _parse(subscripts, [x.shape for x in operands])
     lengths: dict[str, int] = {}
     for term, x in zip(terms, operands):

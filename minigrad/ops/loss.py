@@ -58,8 +58,8 @@ def cross_entropy(logits, targets, ignore_index=-100, label_smoothing=0.0, reduc
         return losses.sum()
     kept = (ids != ignore_index).sum()                   # counted where the targets came from: nothing waits
     total = losses.astype(np.result_type(losses.dtype, np.float32)).sum()  # more than a float16 can hold
-    total = total / (max(1, int(kept)) if isinstance(kept, np.generic) else xp(kept).maximum(kept, 1).astype(total.dtype))
-    return total.astype(losses.dtype)
+    kept = max(1, int(kept)) if isinstance(kept, np.generic) else xp(kept).maximum(kept, 1).astype(total.dtype)
+    return (total / kept).astype(losses.dtype)
 
 
 def mse_loss(x, target, reduction="mean"):

@@ -6,7 +6,7 @@ import numpy as np
 
 from minigrad.ops.elementwise import array, on_device_of
 from minigrad.ops.shape import broadcasts, concatenate, reshape, stack
-from minigrad.tape import _raw, primitive, sample
+from minigrad.tape import Tensor, _raw, primitive, sample
 
 
 def _turn(x, cos, sin, interleaved):
@@ -35,20 +35,23 @@ def _rotary(x, /, cos, sin, interleaved=False):
 
 
 def rotary_embedding(x, cos, sin, interleaved=False):
-    """Turn the first R of D elements by position: x (*S, T, D); cos, sin (..., T, R/2), constants, broadcastable.
+    """Turn the first R of D elements by position: x (*S, T, D); cos, sin (..., T, R/2), broadcastable.
 
     Pair (a, b) -> (a cos - b sin, b cos + a sin); the pairs are elements (i, i + R/2), or neighbours (2i, 2i + 1) if
     interleaved. A rotation: the cotangent turns back (-sin).
     """
     op = "rotary_embedding"
     x, cos, sin = array(op, "x", x), array(op, "cos", cos), array(op, "sin", sin)
-    cos, sin = on_device_of(_raw(cos), x), on_device_of(_raw(sin), x)
+    cos, sin = on_device_of(cos, x), on_device_of(sin, x)
     r = cos.shape[-1] if cos.ndim else 0
     if cos.shape != sin.shape or x.ndim < 2 or 2 * r > x.shape[-1] or not broadcasts(cos.shape[:-1], x.shape[:-1]):
         raise ValueError(f"[{op}] cos and sin are (..., T, R/2) with R at most D, and broadcast to x (*S, T, D): "
                          f"x {x.shape}, cos {cos.shape}, sin {sin.shape}")
     dtype = np.result_type(x.dtype, np.float16)          # integers turn as floats
-    return _rotary(x, cos=cos.astype(dtype), sin=sin.astype(dtype), interleaved=bool(interleaved))
+    cos, sin = cos.astype(dtype), sin.astype(dtype)
+    if any(isinstance(a, Tensor) and a.requires_grad for a in (cos, sin)):
+        return _turn(x, cos, sin, interleaved)           # learned positions: every step a node
+    return _rotary(x, cos=_raw(cos), sin=_raw(sin), interleaved=bool(interleaved))
 
 
 def rotary_tables(positions, r, base=10000.0):

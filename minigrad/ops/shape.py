@@ -3,10 +3,32 @@ the backward pass (A.10.5): they only re-index, so the cotangent is re-indexed t
 
 from __future__ import annotations
 
+import operator
+
 import numpy as np
 
 from minigrad.backend.device import is_array, scatter_add, xp
+from minigrad.ops.elementwise import array, number
 from minigrad.tape import Part, Tensor, primitive, sample
+
+
+def axis_of(op, axis, shape):
+    """One axis, counted from the front; an error if the shape has none such."""
+    try:
+        place = operator.index(axis)
+    except TypeError:
+        raise TypeError(f"[{op}] axis is one integer: got {axis!r}") from None
+    if not -len(shape) <= place < len(shape):
+        raise np.exceptions.AxisError(f"[{op}] axis {place} is out of range for {tuple(shape)}")
+    return place % len(shape)
+
+
+def broadcasts(shape, to):
+    """Whether an array of one shape broadcasts to another."""
+    try:
+        return np.broadcast_shapes(shape, to) == tuple(to)
+    except ValueError:
+        return False
 
 
 @primitive(view=True, samples=[sample((2, 3), shape=(3, 2)), sample((2, 3), shape=(-1,)), sample((), shape=(1, 1)),
@@ -29,14 +51,16 @@ def transpose(x, /, axes=None):
 def swapaxes(x, a, b):
     """Axes a and b exchanged."""
     axes = list(range(x.ndim))
-    axes[a], axes[b] = axes[b], axes[a]
+    a, b = (axis_of("swapaxes", axis, x.shape) for axis in (a, b))
+    axes[a], axes[b] = b, a
     return transpose(x, tuple(axes))
 
 
 def moveaxis(x, source, destination):
     """Axis `source` moved to `destination`, the others in order."""
     axes = list(range(x.ndim))
-    axes.insert(destination % x.ndim, axes.pop(source))
+    source, destination = (axis_of("moveaxis", axis, x.shape) for axis in (source, destination))
+    axes.insert(destination, axes.pop(source))
     return transpose(x, tuple(axes))
 
 
@@ -51,21 +75,22 @@ def broadcast_to(x, /, shape):
 def squeeze(x, axis=None):
     """Axes of length 1 dropped: all of them, or those named."""
     axes = [i for i, n in enumerate(x.shape) if n == 1] if axis is None else [
-        a % max(x.ndim, 1) for a in (axis if isinstance(axis, tuple) else (axis,))]
+        axis_of("squeeze", a, x.shape) for a in (axis if isinstance(axis, tuple) else (axis,))]
     for a in axes:
-        if a >= x.ndim or x.shape[a] != 1:
+        if x.shape[a] != 1:
             raise ValueError(f"[squeeze] only axes of length 1 can be dropped: axis {a} of {x.shape}")
     return reshape(x, tuple(n for i, n in enumerate(x.shape) if i not in axes))
 
 
 def expand_dims(x, axis):
     """New axes of length 1 at the positions `axis` (an int or a tuple) of the result."""
-    axes = axis if isinstance(axis, tuple) else (axis,)
-    ndim = x.ndim + len(axes)
-    if len({a % ndim for a in axes}) != len(axes) or any(not -ndim <= a < ndim for a in axes):
-        raise ValueError(f"[expand_dims] axis names each new axis once, within {ndim} dimensions: got {axis}")
+    given = axis if isinstance(axis, tuple) else (axis,)
+    whole = (*x.shape, *(1 for _ in given))
+    axes = {axis_of("expand_dims", a, whole) for a in given}
+    if len(axes) != len(given):
+        raise ValueError(f"[expand_dims] axis names each new axis once: got {axis}")
     old = iter(x.shape)
-    return reshape(x, tuple(1 if i in {a % ndim for a in axes} else next(old) for i in range(ndim)))
+    return reshape(x, tuple(1 if i in axes else next(old) for i in range(len(whole))))
 
 
 def _concatenate_rule(ct, shapes, needs, axis):
@@ -83,22 +108,34 @@ def _concatenate(*xs, axis):
 
 def concatenate(xs, axis=0):
     """Tensors joined along `axis`; the cotangent is cut where they meet."""
-    return _concatenate(*xs, axis=axis)
+    return _concatenate(*_several("concatenate", xs), axis=axis)
 
 
 def stack(xs, axis=0):
     """Tensors of one shape joined along a new axis."""
-    return concatenate([expand_dims(x, axis) for x in xs], axis)
+    return concatenate([expand_dims(x, axis) for x in _several("stack", xs)], axis)
+
+
+def _several(op, xs):
+    xs = [array(op, f"xs[{i}]", x) for i, x in enumerate(xs)]
+    if not xs:
+        raise ValueError(f"[{op}] takes at least one array: got none")
+    return xs
 
 
 def split(x, sections, axis=0):
     """A list of parts along `axis`: `sections` equal ones, or the given sizes, which must add up."""
+    axis = axis_of("split", axis, x.shape)
     n = x.shape[axis]
-    sizes = [n // sections] * sections if isinstance(sections, int) and sections > 0 else sections
-    if isinstance(sizes, int) or sum(sizes) != n or min(sizes, default=0) < 0:
+    if np.ndim(sections):
+        sizes = [number("split", "a size", size, int) for size in sections]
+    else:
+        count = number("split", "sections", sections, int)
+        sizes = [n // max(1, count)] * count
+    if sum(sizes) != n or min(sizes, default=0 if n else -1) < 0:
         raise ValueError(f"[split] the parts must add up to axis {axis}, of length {n}: got {sections}")
     stops = np.cumsum([0, *sizes])
-    cut = (slice(None),) * (axis % x.ndim)
+    cut = (slice(None),) * axis
     return [x[(*cut, slice(int(a), int(b)))] for a, b in zip(stops, stops[1:])]
 
 
@@ -114,11 +151,16 @@ def _pad(x, /, width, constant_values=0.0):
 
 
 def pad(x, width, constant_values=0.0):
-    """`width` = ((before, after), ...) elements of a constant around each axis; the cotangent is cut back."""
-    width = tuple((int(a), int(b)) for a, b in width)
-    if len(width) != x.ndim or any(a < 0 or b < 0 for a, b in width):
+    """`width` = ((before, after), ...) elements of a constant around each axis, or one pair or number for all; the
+    cotangent is cut back."""
+    try:
+        pairs = np.asarray(width) if np.ndim(width) > 1 else np.broadcast_to(width, (x.ndim, 2))
+    except ValueError:
+        pairs = None
+    if pairs is None or pairs.dtype.kind not in "iu" or pairs.shape != (x.ndim, 2) or (pairs < 0).any():
         raise ValueError(f"[pad] width is a pair (before, after) of at least 0 per axis: x {x.shape}, width {width}")
-    return _pad(x, width=width, constant_values=constant_values)
+    return _pad(x, width=tuple(map(tuple, pairs.tolist())),
+                constant_values=number("pad", "constant_values", constant_values))
 
 
 @primitive(view=True, samples=[sample((2, 3)), sample((2, 3), axis=1), sample((2, 3), axis=(0, -1))],

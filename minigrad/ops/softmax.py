@@ -20,29 +20,23 @@ def _softmax_rule(ct, y, axis):
     return y * (ct - (ct * y).sum(axis=axis, keepdims=True))
 
 
-@primitive(kernels={"numpy": (promoted(_numpy.softmax), _numpy.softmax_backward)}, rules=[_softmax_rule], samples=_rows)
-def _softmax(x, /, axis=-1):
-    """y = e^x / sum e^x;  ct_x = y (ct - sum ct y), whose sum is 0 (A.10.7)"""
-    return exp(x - logsumexp(x, axis=axis, keepdims=True))
+def _along(op, kernel):
+    kernel = promoted(kernel)
+    return lambda x, axis: kernel(x, axis_of(op, axis, x.shape))
 
 
-def softmax(x, axis=-1):
-    """e^x / sum e^x along one axis."""
-    x = array("softmax", "x", x)
-    return _softmax(x, axis=axis_of("softmax", axis, x.shape))
+@primitive(kernels={"numpy": (_along("softmax", _numpy.softmax), _numpy.softmax_backward)},
+           rules=[_softmax_rule], samples=_rows)
+def softmax(x, /, axis=-1):
+    """y = e^x / sum e^x along `axis`;  ct_x = y (ct - sum ct y), whose sum is 0 (A.10.7)"""
+    return exp(x - logsumexp(x, axis=axis_of("softmax", axis, x.shape), keepdims=True))
 
 
-@primitive(kernels={"numpy": (promoted(_numpy.log_softmax), _numpy.log_softmax_backward)}, samples=_rows,
+@primitive(kernels={"numpy": (_along("log_softmax", _numpy.log_softmax), _numpy.log_softmax_backward)}, samples=_rows,
            rules=[lambda ct, y, axis: ct - exp(y) * ct.sum(axis=axis, keepdims=True)])
-def _log_softmax(x, /, axis=-1):
-    """y = x - log sum e^x;  ct_x = ct - e^y sum ct"""
-    return x - logsumexp(x, axis=axis, keepdims=True)
-
-
-def log_softmax(x, axis=-1):
-    """x - log sum e^x along one axis."""
-    x = array("log_softmax", "x", x)
-    return _log_softmax(x, axis=axis_of("log_softmax", axis, x.shape))
+def log_softmax(x, /, axis=-1):
+    """y = x - log sum e^x along `axis`;  ct_x = ct - e^y sum ct"""
+    return x - logsumexp(x, axis=axis_of("log_softmax", axis, x.shape), keepdims=True)
 
 
 _seen = np.array([[True, False, True], [True, True, True]])
