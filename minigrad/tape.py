@@ -633,6 +633,7 @@ class Primitive:
             kernel = self.kernels.get("numpy" if library is np.ndarray else "cupy")
             body = None if state.composed else kernel or body
             if body is None:
+                self._refuse_unknown(params)
                 return self.reference(*(args if tensors else arrays), **params)
         if not tensors:
             y = body.forward(*arrays, **params)
@@ -705,10 +706,13 @@ class Primitive:
         raise ValueError(f"[{self.name}] all arguments must be on one device: {came}; "
                          f"move them, for example with .to('{where}')")
 
-    def _explained(self, error: Exception, args: tuple, params: dict) -> Exception:
+    def _refuse_unknown(self, params: dict) -> None:
         unknown = [name for name in params if name not in self.params]
         if unknown:
-            return TypeError(f"[{self.name}] takes {self.__signature__}: got {', '.join(unknown)} (names are NumPy's)")
+            raise TypeError(f"[{self.name}] takes {self.__signature__}: got {', '.join(unknown)} (names are NumPy's)")
+
+    def _explained(self, error: Exception, args: tuple, params: dict) -> Exception:
+        self._refuse_unknown(params)
         came = self.listed(args)
         given = "".join(f", {k}={v!r}" for k, v in params.items() if isinstance(v, (int, float, tuple, str, list)))
         kind: type[Exception] = next(k for k in (IndexError, TypeError, OverflowError, AttributeError, ValueError)

@@ -804,7 +804,7 @@ def test_to_refuses_what_cannot_be_and_changes_nothing(rng):
     model = gpt()
     with pytest.raises((TypeError, ValueError), match="int64"):
         model.to(mg.int64)
-    loss = model.norm(mg.randn(2, 12)).sum()  # holds model.norm's weight, near the end of the list
+    loss = model.norm(mg.randn(2, 12, requires_grad=True)).sum()  # holds its weight, near the end of the list
     with pytest.raises(RuntimeError, match=r"\[Module.to\] a live graph still needs"):
         model.to(mg.float64)
     assert {p.dtype for p in model.parameters()} == {mg.float32}  # not half of them
