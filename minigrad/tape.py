@@ -104,7 +104,13 @@ class Watcher:
     def __exit__(self, *_: Any) -> None:
         _state.watchers = tuple(w for w in _state.watchers if w is not self)
 
-    def computed(self, op: Any, out: Tensor, args: Sequence) -> None:
+    def entered(self, module: Any) -> None:
+        """A Module was called; what is computed until it is left happens in it."""
+
+    def left(self, module: Any) -> None:
+        """The call returned or raised."""
+
+    def computed(self, op: Any, out: Tensor, args: Sequence, params: dict[str, Any]) -> None:
         """An op was computed; out._node is its node if it was recorded."""
 
     def started(self, y: Tensor) -> None:
@@ -658,7 +664,7 @@ class Primitive:
         elif self.view:
             _share(out, args[0])
         for watcher in state.watchers:
-            watcher.computed(self, out, args)
+            watcher.computed(self, out, args, params)
         return out
 
     # the rare paths
@@ -1316,7 +1322,7 @@ def checkpoint(f: Callable, *args: Any) -> Tensor:
         node.targets = (*((t._node or t) if t is not None and t._tracked else None for t in tensors), *captured)
         out._memory, out._node, out._tracked = None, node, True
     for watcher in _state.watchers:
-        watcher.computed(_CHECKPOINT, out, args)
+        watcher.computed(_CHECKPOINT, out, args, {})
     return out
 
 

@@ -30,6 +30,7 @@ ops.loss
 ops.position
 ops.random
 ops.attention
+ops.flops
 methods
 functional
 nn

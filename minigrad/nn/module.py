@@ -11,7 +11,7 @@ import numpy as np
 
 from minigrad.backend.device import device as _device
 from minigrad.backend.device import is_array, to_device
-from minigrad.tape import Tensor, _memory, _raw, describe, no_grad
+from minigrad.tape import Tensor, _memory, _raw, _state, describe, no_grad
 
 
 class Parameter(Tensor):
@@ -41,7 +41,16 @@ class Module:
     forward: Callable[..., Any]
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        return self.forward(*args, **kwargs)
+        watchers = _state.watchers
+        if not watchers:
+            return self.forward(*args, **kwargs)
+        for watcher in watchers:
+            watcher.entered(self)
+        try:
+            return self.forward(*args, **kwargs)
+        finally:
+            for watcher in watchers:
+                watcher.left(self)
 
     def _members(self) -> Iterator[tuple[str, Any]]:
         """Own Tensors and Modules by name; those in lists and dicts as name.0, name.key."""

@@ -48,8 +48,8 @@ class TransformerConfig:
             value = getattr(self, name)
             if isinstance(value, bool) or not isinstance(value, (int, np.integer)) or value < 1:
                 raise ValueError(f"[TransformerConfig] {name} is an integer of at least 1: got {value!r}")
-        for name, allowed in (("norm", ("layer", "rms")), ("position", ("learned", "rope", "none")),
-                              ("mlp", ("gelu", "gelu_tanh", "relu", "silu", "swiglu"))):
+        for name, allowed in (("norm", ("layer", "rms", "none")), ("position", ("learned", "rope", "none")),
+                              ("mlp", ("gelu", "gelu_tanh", "relu", "silu", "swiglu", "none"))):
             if getattr(self, name) not in allowed:
                 raise ValueError(f"[TransformerConfig] {name} is one of {', '.join(allowed)}: "
                                  f"got {getattr(self, name)!r}")
@@ -63,8 +63,12 @@ class TransformerConfig:
         return asdict(self)
 
 
-def _norm(c: TransformerConfig) -> Module:
-    return RMSNorm(c.d_model) if c.norm == "rms" else LayerNorm(c.d_model, c.bias)
+def _norm(c: TransformerConfig) -> Module | None:
+    return {"rms": lambda: RMSNorm(c.d_model), "layer": lambda: LayerNorm(c.d_model, c.bias), "none": lambda: None}[c.norm]()
+
+
+def _apply(module: Module | None, x: Tensor) -> Tensor:
+    return x if module is None else module(x)
 
 
 class TransformerBlock(Module):
@@ -76,13 +80,13 @@ class TransformerBlock(Module):
         self.attention = MultiheadAttention(
             c.d_model, c.n_heads, c.n_kv_heads, rope=c.position == "rope", qk_norm=c.qk_norm, bias=c.bias, causal=True,
             window=c.window, dropout=c.dropout)
-        self.mlp = (SwiGLU(c.d_model, c.d_ff, c.bias, c.dropout) if c.mlp == "swiglu"
+        self.mlp = None if c.mlp == "none" else (SwiGLU(c.d_model, c.d_ff, c.bias, c.dropout) if c.mlp == "swiglu"
                     else MLP(c.d_model, c.d_ff, c.bias, c.mlp, c.dropout))
         self.dropout = Dropout(c.dropout)
 
     def forward(self, x: Tensor, attn_mask: Any = None) -> Tensor:
-        x = x + self.dropout(self.attention(self.norm1(x), attn_mask=attn_mask))
-        return x + self.mlp(self.norm2(x))
+        x = x + self.dropout(self.attention(_apply(self.norm1, x), attn_mask=attn_mask))
+        return x if self.mlp is None else x + self.mlp(_apply(self.norm2, x))
 
 
 class Transformer(Module):
@@ -124,7 +128,7 @@ class Transformer(Module):
         x = self.dropout(x)
         for block in self.blocks:
             x = block(x, attn_mask)
-        x = self.norm(x)
+        x = _apply(self.norm, x)
         return F.linear(x, self.embedding.weight.T) if self.head is None else self.head(x)
 
     def loss(self, ids: Any, targets: Any, attn_mask: Any = None) -> Tensor:

@@ -36,7 +36,7 @@ class Tape(Watcher):
     def __init__(self) -> None:
         self.nodes: list[Node] = []
 
-    def computed(self, op: Any, out: Tensor, args: Sequence) -> None:
+    def computed(self, op: Any, out: Tensor, args: Sequence, params: dict[str, Any]) -> None:
         if out.node is not None:
             out.node.line = out.node.line or caller()
             self.nodes.append(out.node)
@@ -84,7 +84,7 @@ class detect_anomaly(Watcher):
     def __init__(self) -> None:
         self.prints: weakref.WeakKeyDictionary[Node, list[int]] = weakref.WeakKeyDictionary()
 
-    def computed(self, op: Any, out: Tensor, args: Sequence) -> None:
+    def computed(self, op: Any, out: Tensor, args: Sequence, params: dict[str, Any]) -> None:
         node = out.node
         for what, name in _KINDS:                        # an op outside the tape may make infinities: a mask
             if _has(out, what) and not any(_has(a, what) for a in args) and (node is not None or what == "isnan"):
