@@ -134,8 +134,8 @@ def _einsum_rule(ct, operands, shapes, needs, terms, out):
                     sample((2, 3), (3, 2), (2,), terms=("ij", "ji", "i"), out=""),
                     sample((2, 3), terms=("ij",), out="ji")])
 def _einsum(*operands, terms, out):
-    """sum of products: operand i has the letters terms[i], the result those of out;  ct_operands = the einsum of ct with
-    the other operands, onto the operand's letters"""
+    """sum of products: operand i has the letters terms[i], the result those of out;  ct_operands = the einsum of ct
+    with the other operands, onto the operand's letters"""
     return xp(operands[0]).einsum(",".join(terms) + "->" + out, *operands, optimize=len(operands) > 1)
 
 

@@ -35,7 +35,10 @@ def broadcasts(shape, to):
                                sample((2, 3), shape=(4, 2), error="[reshape]"), sample((0, 3), shape=(3, 0))],
            rules=[lambda ct, x_shape: ct.reshape(x_shape)])
 def reshape(x, /, shape):
-    """x in another shape, elements in row-major order, one length may be -1;  ct_x = ct in x's shape"""
+    """x in another shape;  ct_x = ct in x's shape
+
+    The elements keep their row-major order; one length may be -1.
+    """
     return x.reshape(shape)
 
 
@@ -44,7 +47,10 @@ def reshape(x, /, shape):
            rules=[lambda ct, axes: transpose(ct, None if axes is None else tuple(
                int(i) for i in np.argsort([a % len(axes) for a in axes])))])
 def transpose(x, /, axes=None):
-    """x with axes permuted (reversed without `axes`);  ct_x = ct with the inverse permutation (section 5 of A.10)"""
+    """x, axes permuted;  ct_x = ct by the inverse permutation (section 5 of A.10)
+
+    Without `axes` they are reversed.
+    """
     return x.transpose(axes) if axes is not None else x.transpose()
 
 
@@ -203,7 +209,7 @@ def _getitem_rule(ct, x_shape, key):
                     sample((3,), key=np.array([True, False, True])), sample((3, 4), key=3, error="[getitem]"),
                     sample((3, 4), key=np.array([0, 5]), error="[getitem]")])
 def _getitem(x, /, key):
-    """x[key];  ct_x = zeros with ct added at key: twice where an element was taken twice"""
+    """x[key];  ct_x = zeros, with ct added at key"""
     return x[key]
 
 

@@ -1,4 +1,4 @@
-"""Watchers of the engine: the Tape, and detect_anomaly."""
+"""The Tape: a watcher that notes what the engine does, for you to read."""
 
 from __future__ import annotations
 
@@ -7,14 +7,12 @@ import os
 import re
 import sys
 import weakref
-import zlib
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
 
-from minigrad.backend.device import is_array, to_host, xp
 from minigrad.study import text
 from minigrad.study.snapshot import Attention, Snapshot, attention_of
 from minigrad.tape import Node, Part, Tensor, Watcher, _raw, describe
@@ -108,7 +106,7 @@ class Pull:
     held: int = 0
 
 
-class _Modules(Watcher):
+class Modules(Watcher):
     """Knows in which module the program is."""
 
     def __init__(self) -> None:
@@ -131,7 +129,7 @@ class _Modules(Watcher):
         return self._inside[-1] if self._inside else ""
 
 
-class Tape(_Modules):
+class Tape(Modules):
     """`with mg.Tape() as tape:` notes every node recorded inside and every backward pass that runs inside, for you to
     read then or later: print(tape), tape.why(x), tape.tree(), tape.dot().
 
@@ -153,6 +151,7 @@ class Tape(_Modules):
         self._pulls: list[Pull] = []
         self._numbers: dict[int, int] = {}               # a node's index -> its number here
         self._leaf_numbers: dict[int, tuple[weakref.ref, int]] = {}     # by id, as == of Tensors is elementwise
+        self._names: dict[str, int] = {}                 # leaves by name
         self._held = self._runs = 0
         self._pulling: dict[int, Pull] = {}              # by a node's index, its latest
         self._last: tuple[weakref.ref, int] | None = None      # the node pulled last, and what it kept
@@ -248,8 +247,9 @@ class Tape(_Modules):
             return "leaf", known[1]
         number = len(self.leaves)
         name = getattr(x, "path", "") or f"leaf {number}"
-        if any(leaf.name == name for leaf in self.leaves):           # two modules that are not in one
+        if name in self._names:                          # of two modules that are not in one
             name = f"{name} (leaf {number})"
+        self._names[name] = number
         self._leaf_numbers[id(x)] = weakref.ref(x), number
         self.leaves.append(Leaf(number, name, x.shape, x.dtype, self._snapshot(x), born=index))
         return "leaf", number
@@ -267,8 +267,9 @@ class Tape(_Modules):
             del self._numbers[self.nodes.pop().index]
             self._held -= self.records.pop().bytes_kept
         while self.leaves and self.leaves[-1].born > since:
-            gone = self.leaves.pop().number
-            self._leaf_numbers = {key: known for key, known in self._leaf_numbers.items() if known[1] != gone}
+            gone = self.leaves.pop()
+            del self._names[gone.name]
+            self._leaf_numbers = {key: known for key, known in self._leaf_numbers.items() if known[1] != gone.number}
 
     # ------------------------------------------------------------------------------------------------ what it answers
 
@@ -281,74 +282,37 @@ class Tape(_Modules):
     def __str__(self) -> str:
         return text.table(self)
 
+    def _repr_html_(self) -> str:
+        return text.html_table(self)
 
-class AnomalyError(FloatingPointError, RuntimeError):
-    """What `detect_anomaly` raises."""
+    def why(self, x: Any, steps: int | None = 8) -> str:
+        """Explains one gradient in words: of x, a leaf or other Tensor on this tape, a leaf by name, or a node by
+        number. The cotangents that reached it in the last backward pass that did: each with its rule in mathematics,
+        shape and norm, the axes it was summed over, and what was added where paths join. Of a long chain only the last
+        `steps` are told in full; None tells all. ValueError if x is not here, or nothing came back to it."""
+        if not self.values:
+            raise ValueError("[Tape.why] this tape noted no values: open it as mg.Tape(), without values=False")
+        return text.why(self, self._find(x), steps)
 
+    def tree(self) -> str:
+        """A tree in plain text, from the outputs down to the leaves; every node once."""
+        return text.tree(self)
 
-class detect_anomaly(Watcher):
-    """`with mg.detect_anomaly():` raises at the first op that makes a NaN or infinity, forward or backward, naming it
-    and the line that called it.
+    def dot(self) -> str:
+        """The graph for Graphviz (`dot -Tsvg`), clustered by module: text, which needs nothing installed."""
+        return text.dot(self)
 
-    An infinity that was put in (the -inf of a mask) is not reported. Kept inputs and outputs are fingerprinted, so
-    that a write through any old view of them is caught at backward, on every device. Slow; for debugging.
-    """
-
-    def __enter__(self) -> Any:
-        super().__enter__()
-        self._quiet = np.errstate(all="ignore")          # this names what NumPy would only warn of
-        self._quiet.__enter__()
-        return self
-
-    def __exit__(self, *error: Any) -> None:
-        super().__exit__(*error)
-        self._quiet.__exit__(*error)
-
-    def __init__(self) -> None:
-        self.prints: weakref.WeakKeyDictionary[Node, list[int]] = weakref.WeakKeyDictionary()
-
-    def computed(self, op: Any, out: Tensor, args: Sequence, params: dict[str, Any]) -> None:
-        node = out.node
-        for what, name in _KINDS:                        # an op outside the tape may make infinities: a mask
-            if _has(out, what) and not any(_has(a, what) for a in args) and (node is not None or what == "isnan"):
-                came = ", ".join(f"{n} {describe(a)}{_range(a)}" for n, a in zip(op.named(args), args) if a is not None)
-                raise AnomalyError(f"[{op.name}] made {name} in the forward pass at {caller()[0]}: {came}")
-        if node is not None:
-            node.line = node.line or caller()[0]
-            self.prints[node] = _fingerprints(node)
-
-    def started(self, y: Tensor) -> None:
-        if _has(y, "isnan") or _has(y, "isinf"):
-            raise AnomalyError(f"[backward] starts at {y!r}, which no watched op made: it came with the inputs")
-
-    def pulling(self, node: Node, ct: Any) -> None:
-        if self.prints.get(node, []) != (_fingerprints(node) if node in self.prints else []):
-            node.refuse_stale()
-
-    def pulled(self, node: Node, ct: Any, target: Any, c: Any) -> None:
-        c = c.ct if isinstance(c, Part) else c
-        for what, name in _KINDS:
-            if _has(c, what) and not _has(ct, what):
-                kept = ", ".join(f"{describe(a)}{_range(a)}" for a in node.arrays or () if is_array(a))
-                raise AnomalyError(f"[{node.name}] made {name} in the backward pass{node.where()}: from cotangent "
-                                   f"{describe(ct)}{_range(ct)}" + (f" and {kept}" if kept else ""))
-
-
-_KINDS = (("isnan", "a NaN"), ("isinf", "an infinity"))
-
-
-def _has(x: Any, what: str) -> bool:
-    x = _raw(x)
-    if is_array(x):
-        return x.dtype.kind == "f" and bool(getattr(xp(x), what)(x).any())
-    return isinstance(x, float) and bool(getattr(np, what)(x))
-
-
-def _range(x: Any) -> str:
-    x = _raw(x)
-    return f" in [{float(x.min()):.4g}, {float(x.max()):.4g}]" if is_array(x) and x.size else ""
-
-
-def _fingerprints(node: Node) -> list[int]:
-    kept = [*(node.arrays or ()), node.y]
-    return [zlib.crc32(np.ascontiguousarray(to_host(a)).data) if is_array(a) and a.size else 0 for a in kept]
+    def _find(self, x: Any) -> Reference:
+        if isinstance(x, Tensor):
+            number = None if x.node is None else self._numbers.get(x.node.index)
+            known = self._leaf_numbers.get(id(x))
+            if number is not None:
+                return "node", number
+            if known is not None and known[0]() is x:
+                return "leaf", known[1]
+        elif isinstance(x, str) and x in self._names:
+            return "leaf", self._names[x]
+        elif isinstance(x, int) and not isinstance(x, bool) and 0 <= x < len(self.nodes):
+            return "node", x
+        raise ValueError("[Tape.why] x is a leaf or a result recorded on this tape, the name of a leaf or the number of "
+                         f"a node: got {describe(x)}")
