@@ -89,7 +89,7 @@ def _colour(v: float, top: float) -> str:
 def heat_map(x: Any) -> str:
     """An HTML table of an array: its numbers if there are at most 64, else its picture in colours."""
     x = to_host(x)
-    cells = picture(x).astype(np.float64)
+    cells = picture(x, 64 if x.size <= 64 else 32).astype(np.float64)
     finite = abs(cells[np.isfinite(cells)])
     top = float(finite.max()) if finite.size else 0.0
     rows = "".join("<tr>" + "".join(

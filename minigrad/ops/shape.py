@@ -47,9 +47,9 @@ def reshape(x, /, shape):
            rules=[lambda ct, axes: transpose(ct, None if axes is None else tuple(
                int(i) for i in np.argsort([a % len(axes) for a in axes])))])
 def transpose(x, /, axes=None):
-    """x, axes permuted;  ct_x = ct by the inverse permutation (section 5 of A.10)
+    """x permuted;  ct_x = ct by the inverse permutation (section 5 of A.10)
 
-    Without `axes` they are reversed.
+    Its axes in the order of `axes`, reversed without.
     """
     return x.transpose(axes) if axes is not None else x.transpose()
 

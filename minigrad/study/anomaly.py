@@ -19,12 +19,12 @@ class AnomalyError(FloatingPointError, RuntimeError):
 
 
 class detect_anomaly(Modules):
-    """`with mg.detect_anomaly():` raises at the first op that makes a NaN or infinity, forward or backward. AnomalyError
-    names the op, the line that called it and its module, the arguments with the range of their values, and the cause
-    with a remedy where it is known.
+    """`with mg.detect_anomaly():` raises at the first op that makes a NaN or infinity, forward or backward. Its
+    AnomalyError names the op, the line that called it and its module, the arguments with the range of their values, and
+    where it is known the cause, with a remedy.
 
-    An infinity that was put in (the -inf of a mask) is not reported. Kept inputs and outputs are fingerprinted, so
-    that a write through any old view of them is caught at backward, on every device. Slow; for debugging.
+    An infinity that was put in (the -inf of a mask) is not reported. Kept inputs and outputs are fingerprinted, so that
+    a write through any old view of them is caught at backward, on every device. Slow; for debugging.
     """
 
     def __enter__(self) -> Any:
@@ -109,8 +109,8 @@ _KINDS = (("isnan", "a NaN"), ("isinf", "an infinity"))
 
 
 def cause(name: str, given: dict[str, Any], what: str, dtype: np.dtype, backward: bool = False) -> str:
-    """What makes a NaN or infinity in the op `name` from these arguments (in the backward pass: from what its node kept,
-    y among it), with a remedy; "" if that is not known."""
+    """What makes a NaN or infinity in the op `name` from these arguments (in the backward pass: from what its node
+    kept, y among it), with a remedy; "" if that is not known."""
     given = {key: np.asarray(to_host(a), np.float64) for key, a in given.items()
              if is_array(a) or isinstance(a, (int, float))}
     zero, infinite = ({key for key, a in given.items() if test(a).any()} for test in (lambda a: a == 0, np.isinf))

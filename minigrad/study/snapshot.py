@@ -53,7 +53,8 @@ class Attention:
     """The attention weights of one application, for the first element of the batch, before dropout.
 
     weights (H, T', S') float64 and visible (H, T', S') bool, the visible set, of at most the first 32 query and key
-    positions; T and S are how many there are (`queries`, `keys`). A row of `weights` sums to 1 only if no key is cut.
+    positions; T and S are how many there are (`queries`, `keys`). A row of `weights` sums to 1 if no key is cut and
+    there is no sink (composed, a sink is one more key, the last).
     """
 
     __slots__ = ("weights", "visible", "queries", "keys")
@@ -61,9 +62,8 @@ class Attention:
     def __init__(self, weights: Any, visible: Any) -> None:
         weights = _first(weights)
         self.queries, self.keys = weights.shape[-2:]
-        visible = np.broadcast_to(True if visible is None else _first(visible), weights.shape)
         self.weights = weights[:, :SIDE, :SIDE].astype(np.float64)
-        self.visible = visible[:, :SIDE, :SIDE].copy()
+        self.visible = np.broadcast_to(_first(visible), weights.shape)[:, :SIDE, :SIDE].copy()
 
 
 def attention_of(name: str, equation: str, y: Any, args: Sequence, params: dict[str, Any]) -> Attention | None:
@@ -86,12 +86,9 @@ def attention_of(name: str, equation: str, y: Any, args: Sequence, params: dict[
         return made
     if y.ndim < 2 or params.get("axis", -1) not in (-1, y.ndim - 1) or not y.size:
         return None
-    if name == "masked_softmax" and args[1] is not None:
-        return Attention(to_host(y), np.broadcast_to(to_host(args[1]), y.shape))
-    if name in ("softmax", "masked_softmax"):
-        return Attention(to_host(y), None)
-    if name == "exp" and equation == "A.10.2":           # under mg.composed(): e^(S - log sum), S = -inf where hidden
-        return Attention(to_host(y), to_host(args[0]) > -np.inf)
+    if name in ("softmax", "masked_softmax") or name == "exp" and equation == "A.10.2":
+        seen = to_host(args[0]) > -np.inf                # exp: under mg.composed(), of S - log sum, -inf where hidden
+        return Attention(to_host(y), seen if name != "masked_softmax" or args[1] is None else seen & to_host(args[1]))
     return None
 
 

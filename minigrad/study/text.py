@@ -76,9 +76,10 @@ def rows(tape: Any) -> list[tuple[str, ...]]:
     made = [("", "op", "from", "formula", "eq", "shape", "dtype", "on", "kept", "line", "module")]
     for node, r in zip(tape.nodes, tape.records):
         came = " ".join(referred(tape, source, r.module) for _, source in r.inputs if source != ("constant", None))
-        params = "".join(f"  {name}={value.replace(' ', '')}" for name, value in r.params.items())
-        said = r.formula.partition(" (A.10")[0] + params
-        made.append((str(r.number), r.name, cut(came, 18), cut(said, 24), r.equation.replace(" to A.10.", "-"),
+        params = [(name, value.replace(" ", "")) for name, value in r.params.items() if value != str(r.shape)]
+        said = " ".join([r.formula.partition(" (A.10")[0], *(
+            value if len(params) == 1 else f"{name}={value}" for name, value in params)])
+        made.append((str(r.number), r.name, cut(came, 16), cut(said, 23), r.equation.replace(" to A.10.", "-"),
                      str(r.shape).replace(" ", ""), str(r.dtype), f"{r.device}/{r.backend}",
                      f"{r.bytes_kept:,} B" + (" released" if node.targets is None and r.bytes_kept else ""),
                      os.path.basename(r.line), r.module))
@@ -165,8 +166,8 @@ def _total(tape: Any, target: Any, chain: list, arrivals: dict) -> str:
     if kind == "node":
         own = [p.ct for p, _ in chain if p.number == which]
         return _values(own[0] if own else arrivals[target][-1][1].ct)
-    found = tape.leaves[which].gradient
-    return _values(found) if found is not None else "unfinished: the pass was interrupted"
+    leaf = tape.leaves[which]
+    return _values(leaf.gradient) if leaf.run == chain[0][0].run else "not been found: the pass was interrupted"
 
 
 def _op(p: Any) -> str:

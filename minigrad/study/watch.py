@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import linecache
 import os
 import re
@@ -24,20 +25,25 @@ def caller() -> tuple[str, str]:
     """(FILE:LINE of the call in the user's code, the nearest frame outside this package; the equation that this line,
     or one of the package's on the way, is marked with: a comment such as "(A.10.1)")."""
     frame: Any = sys._getframe(1)
-    equation = ""
-    while True:
-        code = frame.f_code
-        found = re.search(r"#.*\((A\.10\.\d+)\)", linecache.getline(code.co_filename, frame.f_lineno))
-        equation = equation or (found.group(1) if found else "")
-        if frame.f_back is None or not code.co_filename.startswith(_ROOM):
-            break
+    equation = _marked(frame.f_code.co_filename, frame.f_lineno)
+    while frame.f_back is not None and frame.f_code.co_filename.startswith(_ROOM):
         frame = frame.f_back
-    path = code.co_filename
+        equation = equation or _marked(frame.f_code.co_filename, frame.f_lineno)
+    return f"{_shortest(frame.f_code.co_filename, os.getcwd())}:{frame.f_lineno}", equation
+
+
+@functools.cache
+def _marked(path: str, line: int) -> str:
+    found = re.search(r"#.*\((A\.10\.\d+)\)", linecache.getline(path, line))
+    return found.group(1) if found else ""
+
+
+@functools.cache
+def _shortest(path: str, folder: str) -> str:
     try:
-        path = min(path, os.path.relpath(path), key=len)
+        return min(path, os.path.relpath(path, folder), key=len)
     except ValueError:                                   # another drive
-        pass
-    return f"{path}:{frame.f_lineno}", equation
+        return path
 
 
 # A reference says where an argument comes from, or a cotangent goes: ("node", its number) | ("leaf", its number) |
@@ -69,8 +75,8 @@ class Record:
 
 @dataclass(slots=True)
 class Leaf:
-    """A leaf that a recorded node used: a parameter's path, or "leaf 3"; `gradient` is what the last backward pass
-    that reached it found (x.grad adds up all passes)."""
+    """A leaf that a recorded node used. name: a parameter's path, or "leaf 3"; gradient: what the last backward pass
+    that reached it found, pass number `run` (x.grad adds up all passes)."""
 
     number: int
     name: str
@@ -78,6 +84,7 @@ class Leaf:
     dtype: np.dtype
     value: Snapshot | None
     gradient: Snapshot | None = None
+    run: int = -1
     born: int = 0                                        # the index of the first node that used it
 
 
@@ -218,11 +225,11 @@ class Tape(Modules):
 
     def finished(self, found: dict[Any, Any]) -> None:
         self._settle()
-        del self._arrived[-1:]
+        run = self._arrived.pop()[0] if self._arrived else -1
         for target, ct in found.items():
             kind, number = self._reference(target)
             if kind == "leaf":
-                self.leaves[number].gradient = self._snapshot(ct)
+                self.leaves[number].gradient, self.leaves[number].run = self._snapshot(ct), run
 
     def __exit__(self, *error: Any) -> None:
         super().__exit__(*error)
@@ -312,7 +319,7 @@ class Tape(Modules):
                 return "leaf", known[1]
         elif isinstance(x, str) and x in self._names:
             return "leaf", self._names[x]
-        elif isinstance(x, int) and not isinstance(x, bool) and 0 <= x < len(self.nodes):
+        elif type(x) is int and 0 <= x < len(self.nodes):
             return "node", x
-        raise ValueError("[Tape.why] x is a leaf or a result recorded on this tape, the name of a leaf or the number of "
-                         f"a node: got {describe(x)}")
+        raise ValueError("[Tape.why] x is a leaf or a result recorded on this tape, the name of a leaf or the number "
+                         f"of a node: got {describe(x)}")
