@@ -16,7 +16,7 @@ import numpy as np
 
 from minigrad.study import text
 from minigrad.study.snapshot import Attention, Snapshot, attention_of
-from minigrad.tape import Node, Part, Tensor, Watcher, _raw, describe
+from minigrad.tape import Node, Part, Tensor, Watcher, _pull_back, _raw, describe
 
 _ROOM = os.path.dirname(os.path.dirname(os.path.abspath(__file__))) + os.sep
 
@@ -30,6 +30,15 @@ def caller() -> tuple[str, str]:
         frame = frame.f_back
         equation = equation or _marked(frame.f_code.co_filename, frame.f_lineno)
     return f"{_shortest(frame.f_code.co_filename, os.getcwd())}:{frame.f_lineno}", equation
+
+
+def _depth() -> int:
+    """In how many backward passes the one that runs now takes place: 1 in that of a checkpoint."""
+    frame: Any = sys._getframe(1)
+    count = -1
+    while frame is not None:
+        count, frame = count + (frame.f_code is _pull_back.__code__), frame.f_back
+    return max(count, 0)
 
 
 @functools.cache
@@ -201,6 +210,7 @@ class Tape(Modules):
         self._settle()
         me = self._reference(node)
         if not self._arrived or me not in self._arrived[-1][1]:      # nothing led here: a pass begins at this node
+            del self._arrived[_depth():]                 # those that an error ended
             self._arrived.append((self._runs, set()))
             self._runs += 1
         number = self._numbers.get(node.index)
