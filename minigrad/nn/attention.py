@@ -14,8 +14,7 @@ from minigrad.tape import Tensor
 
 
 class MultiheadAttention(Module):
-    """Attention of n_heads query heads over n_kv_heads key/value heads (A.10.5) of width D = d_head, C / n_heads unless
-    given.
+    """Attention of n_heads query heads over n_kv_heads key/value heads (A.10.5) of width D = d_head (C / n_heads).
 
     forward(x (B, T, C), context=None (B, S, C), attn_mask=None, cache=None) -> (B, T, C). Queries come from x, keys and
     values from context (cross-attention) or x. attn_mask: bool, **True = may be seen**, or float, added; broadcastable
@@ -23,8 +22,8 @@ class MultiheadAttention(Module):
 
     rope: rotary positions with base 10000, or the base given; rope_fraction: of the head width, the part that turns;
         rope_interleaved: pairs (2i, 2i + 1) instead of halves; rope_scaling: as F.rotary_tables takes it.
-    qk_norm: RMSNorm of every head's q and k. window: only the last `window` keys. softcap, and sinks (a learned score
-        per head): as in F.scaled_dot_product_attention. causal: for self-attention; a context is seen whole.
+    qk_norm: RMSNorm of every head's q and k. sinks: a learned score per head. causal, window, softcap, empty_rows: as
+        in F.scaled_dot_product_attention.
     cache: a layer of a KVCache, `cache[i]`: keys and values of x join those held; of a context they are kept.
     """
 
@@ -32,7 +31,8 @@ class MultiheadAttention(Module):
                  qk_norm: bool = False, bias: bool = True, causal: bool = False, window: int | None = None,
                  dropout: float = 0.0, implementation: str = "auto", *, d_head: int | None = None,
                  rope_fraction: float = 1.0, rope_interleaved: bool = False, rope_scaling: dict | None = None,
-                 softcap: float | None = None, sinks: bool = False) -> None:
+                 softcap: float | None = None, sinks: bool = False,
+                 empty_rows: str = "raise") -> None:
         op = "MultiheadAttention"
         n_kv_heads = n_heads if n_kv_heads is None else n_kv_heads
         check_sizes(op, d_model, n_heads, n_kv_heads, d_head or 0)
@@ -44,11 +44,12 @@ class MultiheadAttention(Module):
             raise ValueError(f"[{op}] rope_fraction is above 0 and at most 1: got {rope_fraction}")
         self.rope_width = int(self.d_head * rope_fraction) if rope else 0
         if rope and (self.rope_width % 2 or not self.rope_width):
-            raise ValueError(f"[{op}] rotary positions turn pairs: {self.rope_width} of the head width {self.d_head} is "
-                             "odd or none")
+            raise ValueError(f"[{op}] rotary positions turn pairs: {self.rope_width} of the head width {self.d_head} "
+                             "is odd or none")
         self.rope_base = 10000.0 if rope is True else float(rope)
         self.rope_interleaved, self.rope_scaling = rope_interleaved, rope_scaling
-        self.causal, self.window, self.softcap, self.implementation = causal, window, softcap, implementation
+        self.causal, self.window, self.softcap = causal, window, softcap
+        self.empty_rows, self.implementation = empty_rows, implementation
         self.qkv = Linear(d_model, (n_heads + 2 * n_kv_heads) * self.d_head, bias)
         self.out = Linear(n_heads * self.d_head, d_model, bias)
         self.q_norm, self.k_norm = (RMSNorm(self.d_head), RMSNorm(self.d_head)) if qk_norm else (None, None)
@@ -61,17 +62,22 @@ class MultiheadAttention(Module):
                 cache: LayerCache | None = None) -> Tensor:
         cut, shared, t = self.n_heads * self.d_head, self.n_kv_heads * self.d_head, x.shape[-2]
         positions = np.arange(t) if cache is None else cache.cache.positions(t)
-        offset, empty_rows = None, "raise"
+        offset, empty_rows = None, self.empty_rows
+        if cache is not None and self.rope_width and "dynamic" in (self.rope_scaling or {}).values() and (
+                cache.cache.length or cache.cache.pad is not None):
+            raise ValueError('[MultiheadAttention] "dynamic" scaling turns all keys anew as a text grows, so that none can '
+                             "be cached, nor rows of different lengths share a batch: pass use_cache=False")
         if context is None:
             packed = self.qkv(x)
             q, k, v = packed[..., :cut], packed[..., cut:cut + shared], packed[..., cut + shared:]
             q = self._turned(self.q_norm, self._heads(q, self.n_heads), positions)
-            k, v = self._turned(self.k_norm, self._heads(k, self.n_kv_heads), positions), self._heads(v, self.n_kv_heads)
+            k = self._turned(self.k_norm, self._heads(k, self.n_kv_heads), positions)
+            v = self._heads(v, self.n_kv_heads)
             if cache is not None:
                 attn_mask = both_masks(attn_mask, cache.cache.visible(t))
                 k, v = cache.append(k, v)
                 offset = k.shape[-2] - t                 # the new queries are the last
-                empty_rows = "raise" if cache.cache.pad is None else "zeros"     # padding sees nothing
+                empty_rows = empty_rows if cache.cache.pad is None else "zeros"  # padding sees nothing
         else:
             q = self._turned(self.q_norm, self._heads(self._part(x, 0, cut), self.n_heads), positions)
             k, v = self._of(context) if cache is None else cache.context(lambda: self._of(context))
@@ -103,8 +109,7 @@ class MultiheadAttention(Module):
 
     def _tables(self, positions: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
         """cos and sin (T, R/2), or (B, 1, T, R/2): alike for all heads."""
-        options = {} if self.rope_scaling is None else {"scaling": self.rope_scaling}
-        cos, sin = F.rotary_tables(positions, self.rope_width, self.rope_base, **options)
+        cos, sin = F.rotary_tables(positions, self.rope_width, self.rope_base, self.rope_scaling)
         return (cos, sin) if positions.ndim == 1 else (cos[:, None], sin[:, None])
 
 

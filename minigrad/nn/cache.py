@@ -55,8 +55,8 @@ class KVCache:
         if batch != self.batch:
             raise ValueError(f"[KVCache] holds {self.batch} rows: got a batch of {batch}")
         if self.capacity is not None and self.length + tokens > self.capacity:
-            raise ValueError(f"[KVCache] full: {self.length} of {self.capacity} slots are taken and {tokens} more do not "
-                             "fit; make a larger one, or a window that forgets (window=)")
+            raise ValueError(f"[KVCache] full: {self.length} of {self.capacity} slots are taken and {tokens} more do "
+                             "not fit; make a larger one, or a window that forgets (window=)")
 
     def span(self, tokens: int) -> tuple[int, int]:
         """(slot of the first key, number of keys) that `tokens` new queries attend over."""
@@ -108,7 +108,9 @@ class LayerCache:
         first, n = cache.span(t)
         base, *arrays = cache._held[self.layer] or (first, None, None)
         if arrays[0] is None or cache.length + t - base > arrays[0].shape[-2]:
-            room = max(2 * cache.window, n) if cache.window is not None else min(max(64, 2 * n), cache.capacity or 2 * n)
+            room = min(max(64, 2 * n), cache.capacity or 2 * n)
+            if cache.window is not None:                 # a long chunk takes what it needs, and the next one much less
+                room = max(2 * cache.window, n)
             arrays = [_moved(old, new._data, first - base, n - t, room) for old, new in zip(arrays, (k, v))]
             base = first
             cache._held[self.layer] = (base, *arrays)

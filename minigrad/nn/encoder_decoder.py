@@ -118,8 +118,8 @@ class EncoderDecoder(Generates):
         return self.decode(target, *self.encode(source))
 
     def loss(self, source: Any, target: Any) -> Tensor:
-        """Mean cross-entropy, in nats, of each token of target (B, T) after its first, padding left out; while training,
-        with experts, plus `balance` times their load-balancing loss."""
+        """Mean cross-entropy, in nats, of each token of target (B, T) after its first, padding left out; while
+        training, with experts, plus `balance` times their load-balancing loss."""
         c = self.config
         target = self._checked("target", target, c.vocab_size, cached=True)
         loss = F.cross_entropy(self(source, target[:, :-1]), target[:, 1:], ignore_index=c.pad)
@@ -127,7 +127,8 @@ class EncoderDecoder(Generates):
 
     def _checked(self, name: str, ids: Any, vocab: int, cached: bool = False) -> np.ndarray:
         if len(np.shape(ids)) != 2 or not np.shape(ids)[1]:
-            raise ValueError(f"[EncoderDecoder] {name} is (B, {name[0].upper()}) tokens, one at least: got {np.shape(ids)}")
+            raise ValueError(f"[EncoderDecoder] {name} is (B, {name[0].upper()}) tokens, one at least: got "
+                             f"{np.shape(ids)}")
         if np.shape(ids)[1] > self.config.context and not cached:
             raise ValueError(f"[EncoderDecoder] {np.shape(ids)[1]} {name} tokens do not fit the context of "
                              f"{self.config.context}")
@@ -148,8 +149,8 @@ class EncoderDecoder(Generates):
         return _Conditioned(self, filled), [np.array([self.config.begin])] * len(rows), (self.config.end,)
 
     def beam_search(self, source: Any, n: int, beams: int = 4, length_penalty: float = 0.6) -> list:
-        """The `beams` best targets of each source found, best first: a list for each row of (tokens after begin, score).
-        See nn.beam_search."""
+        """The `beams` best targets of each source found, best first: a list for each row of (tokens after begin,
+        score). See nn.beam_search."""
         with self.evaluating():
             decoder, prompts, _ = self._decoder(source)
             found = beam_search(decoder, prompts, n, beams, self.config.end, length_penalty)

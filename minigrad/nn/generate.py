@@ -83,7 +83,7 @@ class Stops:
     """Where a row ends: at a token, or when the text written ends a string. `tokenizer` has encode and decode."""
 
     def __init__(self, stop: Any, tokenizer: Any, vocab: int, always: tuple = ()) -> None:
-        stop = [stop] if isinstance(stop, (str, int, np.integer)) else list(stop)
+        stop = list(stop) if np.ndim(stop) or isinstance(stop, (set, frozenset)) else [stop]
         self.texts = [s for s in stop if isinstance(s, str)]
         ids = [s for s in stop if not isinstance(s, str)]
         for s in ids:
@@ -112,25 +112,26 @@ class Stops:
             for i, row in enumerate(written):
                 # a string that began before these tokens was found when it ended, so it must end in the last token
                 for text in self.texts if not ended[i] else ():
-                    now, before = (self.tokenizer.decode(part) for part in (row[-self.tail - 8:], row[-self.tail - 8:-1]))
-                    ended[i] |= now.count(text) > before.count(text)
+                    tail = row[-self.tail - 8:]
+                    ended[i] |= self.tokenizer.decode(tail).count(text) > self.tokenizer.decode(tail[:-1]).count(text)
         return ended
 
 
 def prompts_of(ids: Any, vocab: int) -> list[np.ndarray]:
     """The prompts, each (T,) int64 of at least one token: from an array (B, T), or a list of rows of any lengths."""
     ids = _raw(ids)
-    rows = [np.asarray(to_host(_raw(row))) for row in ids]
-    if not rows or any(row.ndim != 1 or not len(row) for row in rows):
-        raise ValueError("[generate] a prompt of at least one token is needed, ids (B, T) or a list of rows: got "
-                         f"{[row.shape for row in rows]}")
-    return [check_ids("generate", row, vocab).astype(np.int64) for row in rows]
+    rows = list(ids) if isinstance(ids, (list, tuple)) else check_ids("generate", to_host(np.asarray(ids)), vocab)
+    rows = [check_ids("generate", to_host(row), vocab).astype(np.int64) for row in rows if np.ndim(row)]
+    if not rows or len(rows) < len(ids) or any(row.ndim != 1 or not len(row) for row in rows):
+        raise ValueError(f"[generate] a prompt of at least one token is needed, ids (B, T) or a list of rows: got "
+                         f"{[np.shape(row) for row in ids] if isinstance(ids, (list, tuple)) else np.shape(ids)}")
+    return rows
 
 
 def _tokens(decoder: Any, prompts: list[np.ndarray], n: int, sampler: Sampler, stops: Stops, vocab: int,
             use_cache: bool) -> Iterator[np.ndarray]:
-    """The tokens (B,) after the prompts, step by step; -1 where a row has ended. Prompts of different lengths are padded
-    at their beginning, so that all end in the same slot."""
+    """The tokens (B,) after the prompts, step by step; -1 where a row has ended. Prompts of different lengths are
+    padded at their beginning, so that all end in the same slot."""
     t, lengths = max(map(len, prompts)), np.array([len(p) for p in prompts])
     ids, pad = np.zeros((len(prompts), t + n), np.int64), t - lengths
     seen = np.zeros((len(prompts), vocab), bool)
@@ -175,8 +176,8 @@ class Generates(Module):
         stop: tokens and strings that end a row, which keeps them; strings need a `tokenizer` with encode and decode.
 
         Gives (B, T + n) int64; of prompts in a list, or with a stop, a list of rows. Keys and values are cached, with
-        the same result as without (use_cache=False). Past the context, a model without a window reads the last `context`
-        tokens anew for each token. Ctrl-C raises Interrupted (a KeyboardInterrupt) whose `ids` is what was written.
+        the same result as without (use_cache=False). Past the context, a model without a window reads the last
+        `context` tokens anew for each token. Ctrl-C raises Interrupted (a KeyboardInterrupt) whose `ids` is what was written.
         """
         sampler = Sampler(temperature, top_k, top_p, min_p, repetition_penalty)
         with self.evaluating():
@@ -198,7 +199,7 @@ class Generates(Module):
     def stream(self, ids: Any, n: int, temperature: float = 1.0, top_k: int | None = None, top_p: float | None = None,
                min_p: float | None = None, repetition_penalty: float = 1.0, stop: Any = (), tokenizer: Any = None,
                use_cache: bool = True) -> Iterator[np.ndarray]:
-        """As `generate`, but gives the tokens (B,) one after another as they are written; -1 for a row that has ended."""
+        """As `generate`, but gives the tokens (B,) one after another as they are written; -1 for a row that ended."""
         sampler = Sampler(temperature, top_k, top_p, min_p, repetition_penalty)
         with self.evaluating():
             *_, steps = self._start(ids, n, sampler, stop, tokenizer, use_cache)

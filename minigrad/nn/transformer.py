@@ -9,10 +9,11 @@ from typing import Any
 import numpy as np
 
 import minigrad.functional as F
+from minigrad.backend import random
 from minigrad.nn.attention import MultiheadAttention, both_masks
 from minigrad.nn.cache import KVCache, LayerCache
 from minigrad.nn.generate import Generates, prompts_of
-from minigrad.nn.layers import MLP, Dropout, Embedding, LayerNorm, Linear, RMSNorm, SwiGLU, normal
+from minigrad.nn.layers import MLP, Dropout, Embedding, LayerNorm, Linear, RMSNorm, SwiGLU
 from minigrad.nn.module import Module, ModuleList
 from minigrad.nn.moe import MoE, balance_loss
 from minigrad.nn.summary import Ledger, summarize
@@ -138,14 +139,15 @@ class TransformerBlock(Module):
         self.norm1 = make_norm(c)
         self.attention = MultiheadAttention(
             c.d_model, c.n_heads, rope=c.rope_base if c.position == "rope" else False, causal=causal, window=c.window,
-            rope_fraction=c.rope_fraction, rope_interleaved=c.rope_interleaved, rope_scaling=c.rope_scaling, **common)
+            rope_fraction=c.rope_fraction, rope_interleaved=c.rope_interleaved, rope_scaling=c.rope_scaling,
+            empty_rows="raise" if causal else "zeros", **common)     # padding may see nothing through a window
         self.norm_cross, self.cross = ((make_norm(c), MultiheadAttention(c.d_model, c.n_heads, **common)) if cross
                                        else (None, None))
+        self.norm2 = None if c.block == "parallel" or c.mlp == "none" else make_norm(c)
         self.mlp = _make_mlp(c)
-        self.norm2 = None if c.block == "parallel" or self.mlp is None else make_norm(c)
         self.dropout, self.order = Dropout(c.dropout), c.block
         if cross and c.block == "parallel":
-            raise ValueError("[TransformerBlock] a parallel block has no place for cross-attention: block is pre or post")
+            raise ValueError("[TransformerBlock] a parallel block has no place for cross-attention")
 
     def forward(self, x: Tensor, attn_mask: Any = None, cache: LayerCache | None = None, context: Tensor | None = None,
                 context_mask: Any = None) -> Tensor:
@@ -215,7 +217,7 @@ def initialize(model: Module, c: TransformerConfig) -> None:
                 std = 2 / (c.n_layers * math.sqrt(c.d_model)) if joins else math.sqrt(2 / (5 * c.d_model))
             else:
                 std = math.sqrt(2 / sum(p.shape))
-            p.copy_(normal(std, *p.shape))
+            p.copy_((random.normal(p.shape, np.float64) * std).astype(np.float32))
         elif path.endswith("bias"):
             p.copy_(0.0)
 
@@ -255,7 +257,7 @@ class Transformer(Generates):
             s = t if cache is None else cache.span(t)[1]
             attn_mask = both_masks(attn_mask, self.position_bias(t, s, s - t))
         for i, block in enumerate(self.blocks):
-            x = block(x, attn_mask, None if cache is None else cache[i])
+            x = block(x, attn_mask) if cache is None else block(x, attn_mask, cache[i])
         logits = read_out(c, self.norm, self.head, self.embedding, x)
         if cache is not None:
             cache.advance(t)
