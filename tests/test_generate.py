@@ -222,7 +222,7 @@ def test_draws_follow_the_distribution(choice, expected):
 
 
 def test_repetition_penalty():
-    """Keskar's rule: positive logits of what was said are divided, negative ones multiplied: both become less likely."""
+    """Keskar's rule: positive logits of what was said are divided, negative ones multiplied: less likely both."""
     seen = np.array([True, False, True, False])
     logits = np.array([2.0, 1.0, -1.0, -1.5])
     penalized = np.array([1.0, 1.0, -2.0, -1.5])

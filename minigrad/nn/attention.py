@@ -65,8 +65,8 @@ class MultiheadAttention(Module):
         offset, empty_rows = None, self.empty_rows
         if cache is not None and self.rope_width and "dynamic" in (self.rope_scaling or {}).values() and (
                 cache.cache.length or cache.cache.pad is not None):
-            raise ValueError('[MultiheadAttention] "dynamic" scaling turns all keys anew as a text grows, so that none can '
-                             "be cached, nor rows of different lengths share a batch: pass use_cache=False")
+            raise ValueError('[MultiheadAttention] "dynamic" scaling turns all keys anew as a text grows: none can be '
+                             "cached, and rows of different lengths share no batch; pass use_cache=False")
         if context is None:
             packed = self.qkv(x)
             q, k, v = packed[..., :cut], packed[..., cut:cut + shared], packed[..., cut + shared:]

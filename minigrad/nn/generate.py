@@ -177,7 +177,8 @@ class Generates(Module):
 
         Gives (B, T + n) int64; of prompts in a list, or with a stop, a list of rows. Keys and values are cached, with
         the same result as without (use_cache=False). Past the context, a model without a window reads the last
-        `context` tokens anew for each token. Ctrl-C raises Interrupted (a KeyboardInterrupt) whose `ids` is what was written.
+        `context` tokens anew for each token. Ctrl-C raises Interrupted (a KeyboardInterrupt), whose `ids` is what was
+        written.
         """
         sampler = Sampler(temperature, top_k, top_p, min_p, repetition_penalty)
         with self.evaluating():

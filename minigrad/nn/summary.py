@@ -36,9 +36,9 @@ class Ledger:
         heads = ("layer", "parameters", "FLOPs/token forward", "backward", "activation B/token", "KV cache B/token", "")
         lines = [(path, *(f"{math.ceil(row[column]):,}" if row[column] else "-" for column in COLUMNS),
                   self.notes.get(path, "")) for path, row in [*self.rows.items(), ("total", self.total)]]
-        widths = [max(map(len, column)) for column in zip(heads, *lines)]
-        table = ["  ".join([line[0].ljust(widths[0]), *(cell.rjust(w) for cell, w in zip(line[1:6], widths[1:])), line[6]])
-                 .rstrip() for line in (heads, *lines)]
+        first, *widths, _ = [max(map(len, column)) for column in zip(heads, *lines)]
+        table = ["  ".join([path.ljust(first), *(cell.rjust(w) for cell, w in zip(cells, widths)), note]).rstrip()
+                 for path, *cells, note in (heads, *lines)]
         return "\n".join([self.title, *table[:-1], "-" * max(map(len, table)), table[-1]])
 
     __repr__ = __str__
@@ -109,7 +109,9 @@ def summarize(model: Module, *inputs: Any, targets: Any = None) -> Ledger:
     finally:
         set_rng_state(state)
     del out
-    tokens = math.prod(np.shape(_raw(inputs[-1]))[:2])
+    last = _raw(inputs[-1])
+    last = last if is_array(last) else np.asarray(last)
+    tokens = math.prod(last.shape[:-1] if last.dtype.kind == "f" else last.shape)    # vectors (*S, C), or ids (*S)
     rows: dict[str, dict[str, float]] = {}
     layers = _layers(model)
     for path, row in meter.rows.items():

@@ -1,2 +1,0 @@
-class MoE: pass
-def balance_loss(model): return 0.0
