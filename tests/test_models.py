@@ -97,7 +97,8 @@ def test_every_part_gets_its_gradient(fields):
         losses.append(model.loss(ids[:, :-1], ids[:, 1:]).item())
     slope = sum((g.numpy() * d).sum() for g, d in zip(grads, directions))
     near((losses[0] - losses[1]) / (2 * h), slope, 1e-6)
-    assert all(g.numpy().any() for g in grads)
+    for (path, _), g in zip(model.named_parameters(), grads):
+        assert g.numpy().any() or "experts" in path, path        # an expert may have had no token
 
 
 def test_masks_of_both_kinds_join_position_biases():
@@ -263,7 +264,7 @@ def test_a_shared_vocabulary_shares_its_table():
 
 
 def test_ledger_counts_in_closed_form():
-    """GPT with C = 32, d_ff = 4 C, V = 50, over T = 16 tokens: products of weights, and of attention the causal half."""
+    """GPT with C = 32, d_ff = 4 C, V = 50, over T = 16 tokens: products of weights, and attention's causal half."""
     c, t, v, layers, heads = 32, 16, 50, 3, 4
     model = nn.Transformer(vocab_size=v, context=t, d_model=c, n_layers=layers, n_heads=heads)
     ledger = model.summary(batch=2)

@@ -388,3 +388,15 @@ def test_two_experts_share_two_tasks(rng):
     assert losses[0] > 1.0 and losses[-1] < 0.015
     shares = [np.mean(favourite[side == s]) for s in (0, 1)]
     assert abs(shares[0] - shares[1]) > 0.95
+
+
+def test_nothing_is_dropped_in_evaluation(rng):
+    """What a token gets then depends on no other token, or cached decoding would not be the full pass."""
+    layer = nn.MoE(4, 2, top_k=1, capacity_factor=0.25)
+    x = mg.tensor(rng.normal(size=(8, 4)), dtype=mg.float32)
+    layer(x)
+    assert layer.routing.dropped > 0
+    with layer.evaluating():
+        y = layer(x)
+        assert layer.routing.dropped == 0
+        np.testing.assert_allclose(y.numpy()[3:4], layer(x[3:4]).numpy(), rtol=1e-5)

@@ -123,7 +123,7 @@ class EncoderDecoder(Generates):
         c = self.config
         target = self._checked("target", target, c.vocab_size, cached=True)
         loss = F.cross_entropy(self(source, target[:, :-1]), target[:, 1:], ignore_index=c.pad)
-        return loss + c.balance * balance_loss(self) if c.n_experts and self.training else loss
+        return loss + c.balance * balance_loss(self) if c.n_experts and c.balance and self.training else loss
 
     def _checked(self, name: str, ids: Any, vocab: int, cached: bool = False) -> np.ndarray:
         if len(np.shape(ids)) != 2 or not np.shape(ids)[1]:

@@ -41,8 +41,9 @@ class MoE(Module):
     their p, divided by the sum if `normalize` (Mixtral, Jiang et al., 2024; the default for top_k > 1. A single weight
     would be 1 and teach the router nothing: Switch, Fedus et al., 2021, keeps p).
     n_experts E, top_k: 1 <= top_k <= E. mlp: "swiglu", or the activation of an MLP; d_ff, bias, dropout as there.
-    capacity_factor: an expert takes at most ceil(capacity_factor N top_k / E) of N tokens, in their order; the choices
-    beyond are dropped and add nothing, their token passes by the residual around the layer. None: nothing is dropped.
+    capacity_factor: while training, an expert takes at most ceil(capacity_factor N top_k / E) of N tokens, in their
+        order; the choices beyond are dropped and add nothing, their token passes by the residual around the layer.
+        None, and in evaluation, where a token's result may not depend on its neighbours: nothing is dropped.
 
     `routing` tells of the last pass, with two losses for training, each a scalar (see `balance_loss`):
     balance = E sum_e f_e P_e, f_e the share of choices that fell on e, a constant, P_e the mean of p_e (Fedus et al.):
@@ -82,7 +83,8 @@ class MoE(Module):
         # The N K choices, token by token, sorted by expert; each expert takes the first of its own.
         counts = np.bincount(chosen.reshape(-1), minlength=self.n_experts)
         order, begins = np.argsort(chosen.reshape(-1), kind="stable"), np.cumsum(counts) - counts
-        sizes = counts if self.capacity_factor is None else np.minimum(counts, self._capacity(n))
+        limited = self.capacity_factor is not None and self.training
+        sizes = np.minimum(counts, self._capacity(n)) if limited else counts
         taken = np.concatenate([order[begin:begin + size] for begin, size in zip(begins, sizes)])
         # A row for every choice, so that to gather is to permute: no row is taken twice, and the adjoint adds nothing.
         rows = F.broadcast_to(tokens[:, None], (n, self.top_k, c)).reshape(n * self.top_k, c)

@@ -267,7 +267,7 @@ class Transformer(Generates):
         """Mean cross-entropy of the next tokens: ids and targets (B, T); while training, with experts, plus `balance`
         times their load-balancing loss."""
         loss = F.cross_entropy(self(ids, attn_mask), targets)
-        if self.config.n_experts and self.training:
+        if self.config.n_experts and self.config.balance and self.training:
             loss = loss + self.config.balance * balance_loss(self)
         return loss
 
