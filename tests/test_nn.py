@@ -140,6 +140,11 @@ def test_mlp_is_two_linears_of_torch(torch, rng, ours, theirs):
     compare(torch, nn.MLP(4, activation=ours), pair, linear_pairs(up="0", down="2"), [rng.normal(size=(2, 3, 4))])
 
 
+@pytest.mark.parametrize("approximate", ["none", "tanh"])
+def test_gelu_layer_is_torchs(torch, rng, approximate):
+    compare(torch, nn.GELU(approximate), torch.nn.GELU(approximate), {}, [rng.normal(size=(2, 5)) * 3])
+
+
 def test_swiglu_is_its_formula_in_torch(torch, rng):
     parts = torch.nn.ModuleDict(
         {name: torch.nn.Linear(*sizes) for name, sizes in {"gate": (6, 16), "up": (6, 16), "down": (16, 6)}.items()}
