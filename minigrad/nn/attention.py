@@ -10,15 +10,17 @@ import minigrad.functional as F
 from minigrad.nn.cache import LayerCache
 from minigrad.nn.layers import Dropout, Linear, RMSNorm, check_sizes
 from minigrad.nn.module import Module, Parameter
+from minigrad.ops.elementwise import on_device_of
 from minigrad.tape import Tensor
 
 
 class MultiheadAttention(Module):
     """Attention of n_heads query heads over n_kv_heads key/value heads (A.10.5) of width D = d_head (C / n_heads).
 
-    forward(x (B, T, C), context=None (B, S, C), attn_mask=None, cache=None) -> (B, T, C). Queries come from x, keys and
-    values from context (cross-attention) or x. attn_mask: bool, **True = may be seen**, or float, added; broadcastable
-    to (B, n_heads, T, S). One product makes q, k and v: heads are views of its columns.
+    forward(x (B, T, C), context=None (B, S, C), attn_mask=None, cache=None, bias=None) -> (B, T, C). Queries come from
+    x, keys and values from context (cross-attention) or x. attn_mask: bool, **True = may be seen**, or float, added;
+    broadcastable to (B, n_heads, T, S). bias: likewise added, and finite: it hides nothing. One product makes q, k and
+    v: heads are views of its columns.
 
     rope: rotary positions with base 10000, or the base given; rope_fraction: of the head width, the part that turns;
         rope_interleaved: pairs (2i, 2i + 1) instead of halves; rope_scaling: as F.rotary_tables takes it.
@@ -59,10 +61,10 @@ class MultiheadAttention(Module):
             self._tables(np.zeros(1))                    # a scaling that is no scaling is refused here
 
     def forward(self, x: Tensor, context: Tensor | None = None, attn_mask: Any = None,
-                cache: LayerCache | None = None) -> Tensor:
+                cache: LayerCache | None = None, bias: Any = None) -> Tensor:
         cut, shared, t = self.n_heads * self.d_head, self.n_kv_heads * self.d_head, x.shape[-2]
         positions = np.arange(t) if cache is None else cache.cache.positions(t)
-        offset, empty_rows = None, self.empty_rows
+        offset, padded = None, False
         if cache is not None and self.rope_width and "dynamic" in (self.rope_scaling or {}).values() and (
                 cache.cache.length or cache.cache.pad is not None):
             raise ValueError('[MultiheadAttention] "dynamic" scaling turns all keys anew as a text grows: none can be '
@@ -77,14 +79,16 @@ class MultiheadAttention(Module):
                 attn_mask = both_masks(attn_mask, cache.cache.visible(t))
                 k, v = cache.append(k, v)
                 offset = k.shape[-2] - t                 # the new queries are the last
-                empty_rows = empty_rows if cache.cache.pad is None else "zeros"  # padding sees nothing
+                padded = cache.cache.pad is not None
         else:
             q = self._turned(self.q_norm, self._heads(self._part(x, 0, cut), self.n_heads), positions)
             k, v = self._of(context) if cache is None else cache.context(lambda: self._of(context))
+        # Padding sees nothing, and gets zeros; where no mask hides anything no row is empty, and none is looked for.
+        empty_rows = "zeros" if padded or (attn_mask is None and context is None) else self.empty_rows
         y = F.scaled_dot_product_attention(
-            q, k, v, attn_mask, self.dropout.p if self.training else 0.0, is_causal=self.causal, window=self.window,
-            query_offset=offset, softcap=self.softcap, sinks=self.sinks, enable_gqa=self.n_kv_heads != self.n_heads,
-            implementation=self.implementation, empty_rows=empty_rows)
+            q, k, v, both_masks(attn_mask, bias), self.dropout.p if self.training else 0.0, is_causal=self.causal,
+            window=self.window, query_offset=offset, softcap=self.softcap, sinks=self.sinks,
+            enable_gqa=self.n_kv_heads != self.n_heads, implementation=self.implementation, empty_rows=empty_rows)
         return self.out(y.swapaxes(-2, -3).reshape(*x.shape[:-1], cut))
 
     def _of(self, context: Tensor) -> tuple[Tensor, Tensor]:
@@ -118,6 +122,7 @@ def both_masks(a: Any, b: Any) -> Any:
     if a is None or b is None:
         return b if a is None else a
     a, b = (m if isinstance(m, Tensor) else np.asarray(m) for m in (a, b))
+    a, b = on_device_of(a, b), on_device_of(b, a)
     if a.dtype == bool and b.dtype == bool:
         return a & b
     if bool in (a.dtype, b.dtype):

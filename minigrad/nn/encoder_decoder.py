@@ -90,9 +90,8 @@ class EncoderDecoder(Generates):
         x = self.dropout(embed(c, self.source_embedding, self.source_position, source))
         t = source.shape[1]
         bias = None if self.source_position_bias is None else self.source_position_bias(t, t)
-        mask = visible if bias is None else F.where(visible, bias, -np.inf)
         for block in self.encoder:
-            x = block(x, mask)
+            x = block(x, visible, bias=bias)
         return x if self.encoder_norm is None else self.encoder_norm(x), visible
 
     def decode(self, target: Any, memory: Tensor, visible: Any, cache: KVCache | None = None) -> Tensor:
@@ -106,9 +105,9 @@ class EncoderDecoder(Generates):
             cache.check(self, b, t)
         x = self.dropout(embed(c, self.embedding, self.position, target, cache))
         s = t if cache is None else cache.span(t)[1]
-        mask = None if self.position_bias is None else self.position_bias(t, s, s - t)
+        bias = None if self.position_bias is None else self.position_bias(t, s, s - t)
         for i, block in enumerate(self.blocks):
-            x = block(x, mask, None if cache is None else cache[i], memory, visible)
+            x = block(x, None, None if cache is None else cache[i], bias, memory, visible)
         logits = read_out(c, self.norm, self.head, self.embedding, x)
         if cache is not None:
             cache.advance(t)

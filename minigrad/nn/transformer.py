@@ -10,13 +10,14 @@ import numpy as np
 
 import minigrad.functional as F
 from minigrad.backend import random
-from minigrad.nn.attention import MultiheadAttention, both_masks
+from minigrad.nn.attention import MultiheadAttention
 from minigrad.nn.cache import KVCache, LayerCache
 from minigrad.nn.generate import Generates, prompts_of
 from minigrad.nn.layers import MLP, Dropout, Embedding, LayerNorm, Linear, RMSNorm, SwiGLU
 from minigrad.nn.module import Module, ModuleList
 from minigrad.nn.moe import MoE, balance_loss
 from minigrad.nn.summary import Ledger, summarize
+from minigrad.ops.elementwise import on_device_of
 from minigrad.tape import Tensor
 
 _CHOICES = {
@@ -141,24 +142,27 @@ class TransformerBlock(Module):
             c.d_model, c.n_heads, rope=c.rope_base if c.position == "rope" else False, causal=causal, window=c.window,
             rope_fraction=c.rope_fraction, rope_interleaved=c.rope_interleaved, rope_scaling=c.rope_scaling,
             empty_rows="raise" if causal else "zeros", **common)     # padding may see nothing through a window
-        self.norm_cross, self.cross = ((make_norm(c), MultiheadAttention(c.d_model, c.n_heads, **common)) if cross
-                                       else (None, None))
+        self.norm_cross = make_norm(c) if cross else None
+        self.cross = MultiheadAttention(c.d_model, c.n_heads, empty_rows="zeros", **common) if cross else None
         self.norm2 = None if c.block == "parallel" or c.mlp == "none" else make_norm(c)
         self.mlp = _make_mlp(c)
         self.dropout, self.order = Dropout(c.dropout), c.block
         if cross and c.block == "parallel":
             raise ValueError("[TransformerBlock] a parallel block has no place for cross-attention")
 
-    def forward(self, x: Tensor, attn_mask: Any = None, cache: LayerCache | None = None, context: Tensor | None = None,
-                context_mask: Any = None) -> Tensor:
+    def forward(self, x: Tensor, attn_mask: Any = None, cache: LayerCache | None = None, bias: Any = None,
+                context: Tensor | None = None, context_mask: Any = None) -> Tensor:
+        def attend(y: Tensor) -> Tensor:
+            return self.dropout(self.attention(y, attn_mask=attn_mask, cache=cache, bias=bias))
+
+        def cross(y: Tensor) -> Tensor:
+            return self.dropout(self.cross(y, context, attn_mask=context_mask, cache=cache))
+
         if self.order == "parallel":
             y = apply(self.norm1, x)
-            x = x + self.dropout(self.attention(y, attn_mask=attn_mask, cache=cache))
-            return x if self.mlp is None else x + self.mlp(y)
-        x = self._branch(x, self.norm1, lambda y: self.dropout(self.attention(y, attn_mask=attn_mask, cache=cache)))
-        if self.cross is not None:
-            x = self._branch(x, self.norm_cross,
-                             lambda y: self.dropout(self.cross(y, context, attn_mask=context_mask, cache=cache)))
+            return x + attend(y) if self.mlp is None else x + attend(y) + self.mlp(y)
+        x = self._branch(x, self.norm1, attend)
+        x = x if self.cross is None else self._branch(x, self.norm_cross, cross)
         return x if self.mlp is None else self._branch(x, self.norm2, self.mlp)
 
     def _branch(self, x: Tensor, norm: Module | None, f: Any) -> Tensor:
@@ -174,7 +178,7 @@ def embed(c: TransformerConfig, embedding: Embedding, position: Embedding | None
         return x + (position.weight[:t] if cache is None else position(cache.positions(t)))
     if c.position == "sinusoidal":
         at = F.sinusoidal_positions(np.arange(t) if cache is None else cache.positions(t), c.d_model)
-        return x + at.astype(x.dtype)
+        return x + on_device_of(at.astype(x.dtype), x)
     return x
 
 
@@ -253,11 +257,11 @@ class Transformer(Generates):
         if cache is not None:
             cache.check(self, b, t)
         x = self.dropout(embed(c, self.embedding, self.position, ids, cache))
+        s, given = t if cache is None else cache.span(t)[1], {}
         if self.position_bias is not None:
-            s = t if cache is None else cache.span(t)[1]
-            attn_mask = both_masks(attn_mask, self.position_bias(t, s, s - t))
+            given["bias"] = self.position_bias(t, s, s - t)
         for i, block in enumerate(self.blocks):
-            x = block(x, attn_mask) if cache is None else block(x, attn_mask, cache[i])
+            x = block(x, attn_mask, **given) if cache is None else block(x, attn_mask, cache[i], **given)
         logits = read_out(c, self.norm, self.head, self.embedding, x)
         if cache is not None:
             cache.advance(t)
