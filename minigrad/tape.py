@@ -119,8 +119,14 @@ class Watcher:
     def pulling(self, node: Node, ct: Any) -> None:
         """A node's rules are about to run."""
 
+    def summed(self, node: Node, axes: tuple[int, ...]) -> None:
+        """What a rule of the node gave is summed over these of its axes, to undo broadcasting; `pulled` follows."""
+
     def pulled(self, node: Node, ct: Any, target: Any, c: Any) -> None:
         """A rule gave `c` as the cotangent of `target`."""
+
+    def finished(self, found: dict[Any, Any]) -> None:
+        """A pass through at least one node is over: the cotangents it found, by leaf or node asked for."""
 
 
 # --------------------------------------------------------------------------------------------- memory and Tensors
@@ -979,6 +985,7 @@ def _pull_back(seeds: list[tuple[Any, Any]], wanted: Sequence | None = None, cre
     """The backward pass: cotangents of all leaves that the seeds reach, or of the `wanted` nodes and leaves."""
     results = set(wanted or ())
     order, needed = _reachable([target for target, _ in seeds], None if wanted is None else results, floor)
+    watchers = _state.watchers if order else ()
     cts: dict[Any, Any] = dict(seeds)
     made: set = set()                                    # targets whose cotangent is an array of its own: add in place
     found: dict[Any, Any] = {}
@@ -1014,6 +1021,8 @@ def _pull_back(seeds: list[tuple[Any, Any]], wanted: Sequence | None = None, cre
     for target, ct in cts.items():                       # the leaves
         if wanted is None or target in results:
             found[target] = ct if create_graph or target in made else ct.copy()
+    for watcher in watchers:
+        watcher.finished(found)
     return found
 
 
@@ -1064,6 +1073,8 @@ def _unbroadcast(c: Any, shape: tuple[int, ...], node: Node) -> Any:
     """The adjoint of broadcasting: sum over the axes that were added or stretched."""
     lead = c.ndim - len(shape)
     axes = (*range(lead), *(i + lead for i, n in enumerate(shape) if n == 1 and c.shape[i + lead] != 1))
+    for watcher in _state.watchers:
+        watcher.summed(node, axes)
     c = c.sum(axis=axes, keepdims=True)
     if c.shape[lead:] != shape:
         raise RuntimeError(f"[{node.name}] a rule returned a cotangent of shape {c.shape}, which does not broadcast "
@@ -1322,11 +1333,13 @@ def checkpoint(f: Callable, *args: Any) -> Tensor:
         node.targets = (*((t._node or t) if t is not None and t._tracked else None for t in tensors), *captured)
         out._memory, out._node, out._tracked = None, node, True
     for watcher in _state.watchers:
-        watcher.computed(_CHECKPOINT, out, args, {})
+        watcher.computed(_CHECKPOINT, out, args, {"since": floor})   # nodes numbered above were f's, and are gone
     return out
 
 
 class _CHECKPOINT:                                       # stands where a Primitive would
+    """f(arguments), of which only the arguments are kept;  ct_x = f runs again and its own graph is pulled back"""
+
     name, broadcasts = "checkpoint", False
 
     @staticmethod
@@ -1339,18 +1352,18 @@ class _CHECKPOINT:                                       # stands where a Primit
 
 @primitive(rules=[lambda ct: ct], samples=[sample((2, 3)), sample(())], view=True)
 def _alias(x, /):
-    """x itself, as a new node: where a transform enters a graph."""
+    """x itself, as a new node: where a transform enters a graph;  ct_x = ct"""
     return x
 
 
 @primitive(rules=[lambda ct: ct], samples=[sample((2, 3), dtype=np.float64)])
 def _cast(x, /, dtype):
-    """x in another dtype; the engine casts the cotangent back."""
+    """x in another dtype;  ct_x = ct, which the engine casts back"""
     return x.astype(dtype)
 
 
 @primitive(rules=[lambda ct, device, source: _move(ct, device=source, source=device)],
            samples=[sample((2, 3), device=CPU, source=CPU)])
 def _move(x, /, device, source):
-    """x on another device; its cotangent moves back."""
+    """x on another device;  ct_x = ct, moved back"""
     return to_device(x, device)

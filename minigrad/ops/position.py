@@ -34,7 +34,7 @@ _angle = np.linspace(0.1, 2.0, 6).reshape(3, 2)
                     sample((2, 3, 4), cos=np.cos(_angle), sin=np.sin(_angle), interleaved=True),
                     sample((3, 7), cos=np.cos(_angle), sin=np.sin(_angle))])
 def _rotary(x, /, cos, sin, interleaved=False):
-    """A rotation of pairs; its adjoint turns back"""
+    """(a, b) -> (a cos - b sin, b cos + a sin) for each pair in x;  ct_x = ct turned back, by -sin"""
     return _turn(x, cos, sin, interleaved)
 
 
