@@ -268,7 +268,7 @@ def test_localize_leaves_a_training_step_as_it_was():
         optimizer, x = optim.AdamW(model.parameters(), lr=0.1), mg.randn(5, 3)
         for _ in range(2):
             if look:
-                localize(lambda x: model(x).sum(), x)
+                localize(model, x)
             optimizer.zero_grad()
             model(x).sum().backward()
             optimizer.step()

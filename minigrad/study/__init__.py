@@ -2,6 +2,7 @@
 
 from minigrad.study.check import GradientError, check_grads
 from minigrad.study.localize import localize
+from minigrad.study.profile import Profile, profile
 from minigrad.study.watch import AnomalyError, Tape, detect_anomaly
 
-__all__ = ["AnomalyError", "GradientError", "Tape", "check_grads", "detect_anomaly", "localize"]
+__all__ = ["AnomalyError", "GradientError", "Profile", "Tape", "check_grads", "detect_anomaly", "localize", "profile"]

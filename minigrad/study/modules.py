@@ -7,6 +7,8 @@ from typing import Any
 
 from minigrad.tape import Watcher
 
+OUTSIDE = "(outside modules)"
+
 
 class ModuleWatcher(Watcher):
     """A Watcher that knows which Module is being called: `path`, as in `named_modules`; "" outside of all. The
