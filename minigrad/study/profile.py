@@ -175,7 +175,7 @@ def _moved(op: Any, out: Tensor, args: Sequence) -> int:
 
 
 class Table(list):
-    """Rows as dicts; str() lines them up."""
+    """Rows as dicts; str() lines them up: numbers to the right, what is shown by `str` to the left."""
 
     def __init__(self, rows: Iterable[dict[str, Any]], formats: dict[str, tuple[str, Callable[[Any], str]]]) -> None:
         super().__init__(rows)
@@ -186,8 +186,9 @@ class Table(list):
         cells += [["" if row.get(key) is None else show(row[key]) for key, (_, show) in self.formats.items()]
                   for row in self]
         widths = [max(map(len, column)) for column in zip(*cells)]
-        return "\n".join("  ".join(cell.ljust(w) if i == 0 else cell.rjust(w)
-                                   for i, (cell, w) in enumerate(zip(row, widths))).rstrip() for row in cells)
+        words = [show is str for _, show in self.formats.values()]
+        return "\n".join("  ".join(cell.ljust(w) if left else cell.rjust(w)
+                                   for cell, w, left in zip(row, widths, words)).rstrip() for row in cells)
 
 
 _MS, _SHARE = (lambda s: f"{1e3 * s:.3f}"), (lambda x: f"{100 * x:.1f} %")
