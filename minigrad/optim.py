@@ -77,6 +77,8 @@ class Optimizer:
 
     def step(self) -> None:
         """Update every parameter that has a gradient."""
+        for watcher in _state.watchers:
+            watcher.stepping(self)
         for i, p, group in self._numbered():
             if p._grad is None:
                 continue
@@ -93,6 +95,8 @@ class Optimizer:
             for locked in memory.locked:
                 locked.flags.writeable = False
             memory.written = next(_clock)
+        for watcher in _state.watchers:
+            watcher.stepped(self)
 
     def zero_grad(self) -> None:
         """Forget all gradients."""

@@ -110,6 +110,9 @@ class Watcher:
     def left(self, module: Any) -> None:
         """The call returned or raised."""
 
+    def computing(self, op: Any) -> None:
+        """An op's forward begins; `computed` follows unless it raises."""
+
     def computed(self, op: Any, out: Tensor, args: Sequence, params: dict[str, Any]) -> None:
         """An op was computed; out._node is its node if it was recorded."""
 
@@ -127,6 +130,12 @@ class Watcher:
 
     def finished(self, found: dict[Any, Any]) -> None:
         """A pass through at least one node is over: the cotangents it found, by leaf or node asked for."""
+
+    def stepping(self, optimizer: Any) -> None:
+        """An optimiser begins to update its parameters."""
+
+    def stepped(self, optimizer: Any) -> None:
+        """It has updated them."""
 
 
 # --------------------------------------------------------------------------------------------- memory and Tensors
@@ -650,6 +659,9 @@ class Primitive:
         if not tensors:
             y = body.forward(*arrays, **params)
             return y[0] if body.residuals else y
+        watchers = state.watchers
+        for watcher in watchers:
+            watcher.computing(self)
         try:
             y = body.forward(*arrays, **params)
         except (ValueError, TypeError, IndexError, AttributeError, OverflowError) as error:
@@ -669,7 +681,7 @@ class Primitive:
             _record(self, body, args, arrays, params, needs, out, residuals)
         elif self.view:
             _share(out, args[0])
-        for watcher in state.watchers:
+        for watcher in watchers:
             watcher.computed(self, out, args, params)
         return out
 

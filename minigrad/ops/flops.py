@@ -6,15 +6,14 @@ import math
 
 import numpy as np
 
-from minigrad.ops.attention import visible_set
-
 
 def flops(op, args, params):
     """Operations of the products in one forward application of the primitive `op` to `args` (Tensors or arrays); 0 for
     an op without products, whose cost is the memory it moves.
 
-    matmul (*S, n, k) @ (k, m): 2 S n k m. attention: 2 (D + Dv) for each pair of a query and a key it may see by position
-    (causal, window), times heads and batch; a mask is not looked at. einsum: 2 for each combination of all its letters.
+    matmul (*S, n, k) @ (k, m): 2 S n k m. attention: 2 (D + Dv) for each pair of a query and a key it may see by
+    position (causal, window), times heads and batch; a mask is not looked at. einsum: 2 for each combination of all its
+    letters, times the operands but one.
     A backward pass costs the same again for each operand that gets a gradient: see `backward_flops`.
     """
     name = op.name
@@ -50,6 +49,17 @@ def _rows(q, k, v):
 
 
 def _pairs(t, s, params):
-    """Of t s pairs of query and key those that causality and the window leave."""
-    visible = visible_set(t, s, None, params["causal"], params["query_offset"], params["window"])
-    return t * s if visible is None else int(visible.sum())
+    """Of t s pairs of query and key those that causality and the window leave: `visible_set(...).sum()`, without making
+    it. Query i at position p sees keys first(p) .. end(p) - 1, both cut to 0 .. S, so the count is a sum of ends less
+    one of firsts."""
+    causal, offset, window = params["causal"], params["query_offset"], params["window"]
+    ends = _clipped_sum(offset + (1 if causal else window), t, s) if causal or window is not None else t * s
+    return ends if window is None else ends - _clipped_sum(offset + 1 - window, t, s)
+
+
+def _clipped_sum(start, t, s):
+    """The sum over i = 0 .. t-1 of start + i, each cut to 0 .. s."""
+    def below(n):                                        # of the integers below n, each cut to 0 .. s
+        m = min(max(n, 0), s)
+        return m * (m - 1) // 2 + max(0, n - s) * s
+    return below(start + t) - below(start)
