@@ -46,7 +46,7 @@ class detect_anomaly(Modules):
         self.reached: set[int] = set()                   # indices of nodes that a rule gave a finite cotangent
 
     def computed(self, op: Any, out: Tensor, args: Sequence, params: dict[str, Any]) -> None:
-        node, at = out.node, caller()[0] + (f" in {self.module}" if self.module else "")
+        node, at = out.node, caller()[0] + (f" in {self.path}" if self.path else "")
         named = [(name, a) for name, a in zip(op.named(args), args) if a is not None]
         for what, kind in _KINDS:                        # an op outside the tape may make infinities: a mask
             had = [(name, a) for name, a in named if _has(a, what)]
@@ -59,7 +59,7 @@ class detect_anomaly(Modules):
                 self.came = f"it came with an input: {had[0][0]} {described(had[0][1])} of [{op.name}] at {at}"
         if node is not None:
             node.line = node.line or caller()[0]
-            self.prints[node], self.modules[node] = _fingerprints(node), self.module
+            self.prints[node], self.modules[node] = _fingerprints(node), self.path
 
     def started(self, y: Tensor) -> None:
         if _has(y, "isnan") or _has(y, "isinf"):

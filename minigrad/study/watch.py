@@ -15,8 +15,9 @@ from typing import Any
 import numpy as np
 
 from minigrad.study import text
+from minigrad.study.modules import ModuleWatcher
 from minigrad.study.snapshot import Attention, Snapshot, attention_of
-from minigrad.tape import Node, Part, Tensor, Watcher, _pull_back, _raw, describe
+from minigrad.tape import Node, Part, Tensor, _pull_back, _raw, describe
 
 _ROOM = os.path.dirname(os.path.dirname(os.path.abspath(__file__))) + os.sep
 
@@ -122,27 +123,13 @@ class Pull:
     held: int = 0
 
 
-class Modules(Watcher):
-    """Knows in which module the program is."""
-
-    def __init__(self) -> None:
-        self._inside: list[str] = []
-        self._paths: dict[int, str] = {}                 # of the outermost module's members, while it runs
+class Modules(ModuleWatcher):
+    """Knows in which module the program is, and has the outermost one name its parameters."""
 
     def entered(self, module: Any) -> None:
-        kind = type(module).__name__
-        if not self._inside:
-            self._paths = {id(m): path or kind for path, m in module.named_modules()}
-            list(module.named_parameters())              # gives every parameter its path
-        above = self._inside[-1] if self._inside else ""
-        self._inside.append(self._paths.get(id(module)) or f"{above}.{kind}")
-
-    def left(self, module: Any) -> None:
-        del self._inside[-1:]                            # empty if the watcher came later than the module
-
-    @property
-    def module(self) -> str:
-        return self._inside[-1] if self._inside else ""
+        if not self.calls:
+            list(module.named_parameters())
+        super().entered(module)
 
 
 class Tape(Modules):
@@ -202,7 +189,7 @@ class Tape(Modules):
         self._numbers[node.index] = len(self.nodes)
         self.records.append(Record(
             len(self.nodes), op.name, formula, equation, rule, inputs, text.shown(op, params), node.shape, node.dtype,
-            str(node.device), node.backend, kept, node.line, self.module, value, attention))
+            str(node.device), node.backend, kept, node.line, self.path, value, attention))
         self.nodes.append(node)
         self._held += kept
 
@@ -244,7 +231,7 @@ class Tape(Modules):
     def __exit__(self, *error: Any) -> None:
         super().__exit__(*error)
         self._settle()
-        self._inside, self._paths, self._arrived, self._pulling = [], {}, [], {}
+        self._arrived, self._pulling = [], {}
 
     # ----------------------------------------------------------------------------------------------- how it notes it
 
