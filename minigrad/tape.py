@@ -145,10 +145,12 @@ class Memory:
     """What is known of a piece of memory: when it was last written, how many live nodes need it as it is, whether the
     user has been given the raw array. Tensors that are views of one another share one."""
 
-    written = 0
-    held = 0
-    exposed: tuple[Any, ...] = ()
-    locked: tuple[Any, ...] = ()
+    __slots__ = ("written", "held", "exposed", "locked")
+
+    def __init__(self) -> None:
+        self.written, self.held = 0, 0
+        self.exposed: tuple[Any, ...] = ()
+        self.locked: tuple[Any, ...] = ()
 
     def expose(self, array: Any) -> None:
         if array not in _Identity(self.exposed):
@@ -163,7 +165,7 @@ class Memory:
 
     def release(self) -> None:
         self.held -= 1
-        if not self.held and self.locked:
+        if self.locked and not self.held:
             for array in self.locked:
                 array.flags.writeable = True
             self.locked = ()
@@ -519,15 +521,23 @@ class _Rule:
             raise TypeError(f"[{owner}] a rule takes ct, then any of {', '.join(sorted(known))}: got {names}")
         self.run = rule
         self.slots = [known[name] for name in names[1:]]
+        self.only = self.slots[0] if len(self.slots) == 1 else ("", 0)
 
     def call(self, ct: Any, node: Node, wanted: Sequence[bool]) -> Any:
         """The rule on raw arrays."""
-        slots = self.slots
-        if not slots:
+        kind, which = self.only
+        if kind == "input":                              # the most common, spelled out
+            return self.run(ct, node.arrays[which])
+        if kind == "y":
+            return self.run(ct, node.y)
+        if not self.slots:
             return self.run(ct)
-        if len(slots) == 1 and slots[0][0] == "input":   # the most common, spelled out
-            return self.run(ct, node.arrays[slots[0][1]])
-        return self.run(ct, *[node.raw(kind, which, wanted) for kind, which in slots])
+        return self.run(ct, *[node.raw(kind, which, wanted) for kind, which in self.slots])
+
+
+    def call_recorded(self, ct: Any, node: Node, wanted: list[bool]) -> Any:
+        """The rule on Tensors with their history, so that the rule itself is recorded."""
+        return self.run(ct, *[node._tensor(kind, which, wanted) for kind, which in self.slots])
 
 
 class Body:
@@ -803,7 +813,10 @@ class Node:
 
     def keeps(self, array: Any) -> bool:
         """Whether this very array is one the node keeps."""
-        return array in _Identity((*self.arrays, self.y, *self.residuals))
+        for kept in self.arrays:
+            if kept is array:
+                return True
+        return array is self.y or array in _Identity(self.residuals)
 
     def release(self) -> None:
         """Drop everything kept; the node cannot run again."""
@@ -820,19 +833,15 @@ class Node:
         self.check()
         body, op, targets = self.body, self.primitive, self.targets
         wanted = [t is not None and (needed is None or t in needed) for t in targets]
-        if create_graph and (not op.differentiable or body.keep_all):
-            return self._pull_reference(ct, wanted)
+        call = _Rule.call
         if create_graph:                                 # a kernel's rule is not differentiable, the plain rules are
-            body = op.plain
-
-        def call(rule: _Rule) -> Any:
-            if not create_graph:
-                return rule.call(ct, self, wanted)
-            return rule.run(ct, *[self._tensor(kind, which, wanted) for kind, which in rule.slots])
-
+            if not op.differentiable or body.keep_all:
+                return self._pull_reference(ct, wanted)
+            body, call = op.plain, _Rule.call_recorded
         if body.joint is None:
-            return [(t, call(rule)) for t, rule, want in zip(targets, body.rules, wanted) if want and rule is not None]
-        cts = call(body.joint)
+            return [(t, call(rule, ct, self, wanted)) for t, rule, want in zip(targets, body.rules, wanted)
+                    if want and rule is not None]
+        cts = call(body.joint, ct, self, wanted)
         cts = cts if isinstance(cts, (tuple, list)) else (cts,)
         if len({id(c) for c in cts if c is not None}) < sum(c is not None for c in cts):
             raise RuntimeError(f"[{self.name}] a joint rule returned one array twice; copy it")
@@ -1009,11 +1018,11 @@ def _pull_back(seeds: list[tuple[Any, Any]], wanted: Sequence | None = None, cre
                 if node in results:
                     found[node] = ct if create_graph else ct.copy()
                 if node.targets is not None:
-                    for watcher in _state.watchers:
+                    for watcher in watchers:
                         watcher.pulling(node, ct)
                     for target, c in node.pull(ct, needed, create_graph):
                         c = _settle(node, target, c)
-                        for watcher in _state.watchers:
+                        for watcher in watchers:
                             watcher.pulled(node, ct, target, c)
                         old = cts.get(target)
                         if c.__class__ is Part:
