@@ -523,7 +523,7 @@ class _Rule:
         self.slots = [known[name] for name in names[1:]]
         self.only = self.slots[0] if len(self.slots) == 1 else ("", 0)
 
-    def call(self, ct: Any, node: Node, wanted: Sequence[bool]) -> Any:
+    def call(self, ct: Any, node: Node, wanted: Any) -> Any:
         """The rule on raw arrays."""
         kind, which = self.only
         if kind == "input":                              # the most common, spelled out
@@ -535,7 +535,7 @@ class _Rule:
         return self.run(ct, *[node.raw(kind, which, wanted) for kind, which in self.slots])
 
 
-    def call_recorded(self, ct: Any, node: Node, wanted: list[bool]) -> Any:
+    def call_recorded(self, ct: Any, node: Node, wanted: Any) -> Any:
         """The rule on Tensors with their history, so that the rule itself is recorded."""
         return self.run(ct, *[node._tensor(kind, which, wanted) for kind, which in self.slots])
 
