@@ -333,6 +333,7 @@ def test_checkpoint_is_forgotten_and_comes_again():
     assert [p.depth for p in tape.pulls if p.name == "exp"] == [1]
     told = tape.why(w)
     assert "2 [checkpoint]" in told and "f runs again" in told and tape.leaves[0].gradient.mean == w.grad.item()
+    assert tape.pulls[-1].held == 0 and tape.pulls[0].held > 0
     by_checkpoint, = [r for p in tape.pulls if p.name == "checkpoint" for r in p.results if r.target == ("leaf", 0)]
     assert not by_checkpoint.added                       # the first of w's two in the outer pass
 

@@ -78,8 +78,9 @@ def attention_of(name: str, equation: str, y: Any, args: Sequence, params: dict[
         v = np.broadcast_to(np.eye(s, min(s, SIDE)), (len(k), s, min(s, SIDE)))
         place = {name: params[name] for name in ("causal", "query_offset", "window")}
         seen = visible_set(q.shape[-2], s, mask, **place)
-        a = primitives["attention_fused"].reference(q.astype(np.float64), k.astype(np.float64), v, mask, bias, sinks,
-                         **{**params, "dropout": None, "refuse_empty_rows": False})
+        composition: Any = primitives[name].reference
+        a = composition(q.astype(np.float64), k.astype(np.float64), v, mask, bias, sinks,
+                        **{**params, "dropout": None, "refuse_empty_rows": False})
         seen = np.broadcast_to(True if seen is None else seen, (*heads[:1], q.shape[-2], s))
         made = Attention(a, (seen if bias is None else seen & (bias > -np.inf))[..., :SIDE])
         made.queries, made.keys = t, s

@@ -117,7 +117,9 @@ def why(tape: Any, target: Any, steps: int | None) -> str:
                          + ("it does not lead there" if pulls else "call backward inside `with mg.Tape()`"))
     outermost = min(p.depth for p in reaching)
     run = [p for p in reaching if p.depth == outermost][-1].run
-    needed, chain, arrivals = {target}, [], {}
+    needed = {target}
+    chain: list[tuple[Any, list]] = []                   # the pulls on the way, and of each the results on the way
+    arrivals: dict[Any, list] = {}                       # what reached each target, by whom
     for p in reversed([p for p in pulls if p.run == run]):           # from the leaves to where the pass began
         used = [r for r in p.results if r.target in needed]
         for r in used:
@@ -150,7 +152,7 @@ def why(tape: Any, target: Any, steps: int | None) -> str:
         for r in p.results:                              # in the order of the arguments
             argument = next((argument for argument in inputs if argument[1] == r.target), None)
             rule = "a rule"
-            if argument is not None:
+            if record is not None and argument is not None:
                 inputs.remove(argument)
                 rule = rule_of(record.rule, argument[0])
             if any(r is u for u in used):
