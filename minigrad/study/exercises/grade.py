@@ -18,8 +18,7 @@ from typing import Any
 
 import numpy as np
 
-import minigrad as mg
-from minigrad.tape import Tensor, describe
+from minigrad.tape import Tensor, describe, vjp
 
 RTOL, ATOL = 1e-7, 1e-9                                  # float64; what is wrong is wrong by far more
 
@@ -55,7 +54,7 @@ class Exercise:
 
     def _vjp(self, case: dict) -> tuple:
         f, xs, ct = self.forward(case)                   # type: ignore[misc]
-        cts = mg.vjp(f, *xs)[1](ct)
+        cts = vjp(f, *xs)[1](ct)
         return tuple(c.numpy() for c in (cts if isinstance(cts, tuple) else (cts,)))
 
     def slope(self, case: dict, i: int, at: tuple, h: float = 1e-5) -> float | None:
