@@ -1,5 +1,6 @@
 """check_grads and localize: sound derivatives pass, planted errors are named, and nothing is changed by the asking."""
 
+import fakecupy
 import numpy as np
 import pytest
 from conftest import kernels
@@ -274,3 +275,15 @@ def test_localize_leaves_a_training_step_as_it_was():
             optimizer.step()
         ends.append([p.numpy() for p in model.parameters()])
     assert all((a == b).all() for a, b in zip(*ends))
+
+
+def test_on_the_stand_in(monkeypatch):
+    """Both work on the second device: directions and cotangents go where the arrays are."""
+    fakecupy.install(monkeypatch)
+    x, w = mg.randn(2, 3, device="cuda"), mg.randn(3, 2, device="cuda")
+    assert check_grads(lambda x, w: F.softmax(x @ w), [x, w])
+    model = nn.Transformer(vocab_size=7, context=5, d_model=8, n_layers=1, n_heads=2, dropout=0.2).to("cuda")
+    ids = np.random.default_rng(0).integers(0, 7, (2, 6))
+    result = localize(lambda: model.loss(ids[:, :-1], ids[:, 1:]))
+    assert result and result.nodes > 20 and not result.skipped, str(result)
+    fakecupy.syncs.clear()

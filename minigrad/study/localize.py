@@ -86,7 +86,8 @@ def localize(f: Callable, inputs: Any = (), seed: int = 0) -> Localized:
     node's op is run again alone, in float64, at the values it saw, with the same parameters (so the same dropout), and
     each rule that its backward pass would use is compared with differences along a random direction. Where a value
     stands on a kink (relu at 0, max at a tie), a point beside it decides. A checkpoint has no rule of its own: it is
-    named as passed over, and the nodes inside it are checked. Finds wrong first derivatives only; changes nothing.
+    named as passed over, and the nodes inside it are checked. Finds wrong first derivatives only. Changes nothing, but
+    holds all that the graph computed until it is done.
     """
     given = list(inputs) if isinstance(inputs, (list, tuple)) else [inputs]
     args = [Tensor(x, requires_grad=True) if getattr(_raw(x), "dtype", np.dtype(int)).kind == "f" else x for x in given]
