@@ -828,9 +828,13 @@ class Node:
     @property
     def bytes_kept(self) -> int:
         """Bytes of the arrays this node keeps for its rules (0 once released)."""
-        kept = [] if self.targets is None else [*self.arrays, self.y, *self.residuals]
-        kept = [b for a in kept for b in (a if isinstance(a, tuple) else (a,))]
-        return sum({id(a): a.nbytes for a in kept if is_array(a)}.values())
+        return sum({id(a): a.nbytes for a in self.kept}.values())
+
+    @property
+    def kept(self) -> list[Any]:
+        """The arrays this node keeps for its rules (none once released)."""
+        slots = [] if self.targets is None else [*self.arrays, self.y, *self.residuals]
+        return [b for a in slots for b in (a if isinstance(a, tuple) else (a,)) if is_array(b)]
 
     def keeps(self, array: Any) -> bool:
         """Whether this very array is one the node keeps."""
@@ -845,7 +849,7 @@ class Node:
             for memory in self.memories.values():
                 memory.release()
             self.targets = self.arrays = self.y = self.residuals = None
-            self.memories = {}
+            self.memories, self.params = {}, {}
 
     __del__ = release
 

@@ -49,9 +49,9 @@ def gelu_backward(ct, x, approximate):
         np.divide(1, y, out=y)  # Phi
         t *= 6 * TANH_K * TANH_A
         t += 2 * TANH_K
-        t *= x
         np.subtract(1, y, out=p)
-        t *= p
+        t *= p  # before x: where 1 - Phi is 0 a large x^3 would make NaN of it
+        t *= x
         t += 1
         y *= t
         y *= ct
