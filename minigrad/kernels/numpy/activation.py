@@ -50,10 +50,10 @@ def gelu_backward(ct, x, approximate):
         t *= 6 * TANH_K * TANH_A
         t += 2 * TANH_K
         np.subtract(1, y, out=p)
-        t *= p  # before x: where 1 - Phi is 0 a large x^3 would make NaN of it
+        p *= y
+        t *= p  # before x: a large x^3 would make NaN of Phi (1 - Phi) = 0
         t *= x
-        t += 1
-        y *= t
+        y += t
         y *= ct
 
     return _elementwise(tanh if approximate == "tanh" else exact, ct, x, temps=2)
