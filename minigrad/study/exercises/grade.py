@@ -83,16 +83,16 @@ def load(path: Path, function: str) -> Callable:
     except SyntaxError as error:
         raise Wrong(f"the file does not read as Python: {error.msg}, line {error.lineno}") from error
     except Exception as error:
-        raise Wrong(f"the file stops while it is read: {type(error).__name__}: {error}{_line(error, path)}") from error
+        what = f"{type(error).__name__}: {error}{_line(error, str(path))}"
+        raise Wrong(f"the file stops while it is read: {what}") from error
     if not callable(getattr(module, function, None)):
         raise Wrong(f"the file has no function {function}: keep the name, the grader calls it")
     return getattr(module, function)
 
 
-def _line(error: BaseException, path: Path | None = None) -> str:
+def _line(error: BaseException, path: str) -> str:
     """", line N" of the innermost frame in the student's own file."""
-    frames = traceback.extract_tb(error.__traceback__)
-    mine = [f for f in frames if (f.filename == str(path) if path else f.filename != __file__)]
+    mine = [f for f in traceback.extract_tb(error.__traceback__) if f.filename == path]
     return f", line {mine[-1].lineno}" if mine else ""
 
 
@@ -114,7 +114,7 @@ def _call(function: Callable, case: dict, returns: Sequence[str]) -> tuple:
         except NotImplementedError as error:
             raise NotWritten from error
         except Exception as error:
-            what = f"raises {type(error).__name__}: {error}{_line(error)}"
+            what = f"raises {type(error).__name__}: {error}{_line(error, function.__code__.co_filename)}"
             raise Raised(f"{what}; called with {_shapes(case)}") from error
     for name, value in given.items():
         if isinstance(value, np.ndarray) and not np.array_equal(value, case[name], equal_nan=True):
@@ -129,8 +129,8 @@ def _call(function: Callable, case: dict, returns: Sequence[str]) -> tuple:
     for name, answer in zip(returns, answers):
         if isinstance(answer, Tensor):
             raise Wrong(f"{name} is a Tensor: write the rule with NumPy, on arrays")
-        if not isinstance(answer, (np.ndarray, np.generic, float, int)) or isinstance(answer, bool):
-            raise Wrong(f"{name} must be an array: got {describe(answer)}")
+        if not isinstance(answer, (np.ndarray, np.generic, float, int)) or np.asarray(answer).dtype.kind not in "fiu":
+            raise Wrong(f"{name} must be an array of numbers: got {describe(answer)}")
     return tuple(np.asarray(a) for a in answers)
 
 
@@ -233,7 +233,7 @@ def _shape(got: np.ndarray, right: np.ndarray) -> str | None:
         return (f"the sum over {said} is missing: an array of {r} was repeated there to {g}, so the copies' cotangents "
                 "add")
     if tuple(n for n in g if n != 1) == tuple(n for n in r if n != 1):
-        return f"right numbers of elements but the wrong shape: got {g}, must be {r} (keepdims=True, or a reshape)"
+        return f"has the right number of elements but the wrong shape: got {g}, must be {r}; keepdims=True or a reshape"
     if g == r[::-1] and len(r) == 2:
         return f"is transposed: got {g}, must be {r}"
     if sorted(g) == sorted(r):
