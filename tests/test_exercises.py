@@ -163,6 +163,8 @@ PLANTED = [
     ("06_softmax", "return ct * y", "the row's c is forgotten"),
     ("06_softmax", "return -y * (ct - (y * ct).sum(-1, keepdims=True))", "the sign is flipped"),
     ("06_softmax", "return 2.5 * y * (ct - (y * ct).sum(-1, keepdims=True))", "is 2.5 times the right answer"),
+    ("06_softmax", "return np.diag(y) - np.outer(y, y) @ ct", "raises ValueError: matmul"),
+    ("06_softmax", "return y[..., None] * (np.eye(y.shape[-1]) - y[..., None, :])", "has the wrong shape: got (3, 3"),
     ("07_masked_softmax", "e = np.exp(scores); a = e / e.sum(-1, keepdims=True)\n"
      "    return a * (ct - (a * ct).sum(-1, keepdims=True))", "the mask is forgotten, and so is the maximum"),
     ("07_masked_softmax", "e = np.exp(scores - scores.max(-1, keepdims=True)); a = e / e.sum(-1, keepdims=True)\n"
@@ -187,6 +189,9 @@ PLANTED = [
      "    return g_s @ k, g_s.T @ q, a.T @ ct", "G_Q, G_K: the factor 1/sqrt(D) is missing"),
     ("09_attention", "g_a = ct @ v.T; g_s = a * (g_a - (a * g_a).sum(1, keepdims=True)); d = q.shape[1]\n"
      "    return g_s @ k / d, g_s.T @ q / d**0.5, a.T @ ct", "G_Q: the factor 1/sqrt(D) is there twice"),
+    ("09_attention", "g_a = ct @ v.T; g_s = a * (g_a - (a * g_a).sum())\n"
+     "    return g_s @ k, g_s.T @ q, a.T @ ct", "G_Q, G_K: c is one sum over everything: it must be one per row (axis=1"
+     ", keepdims=True); and the factor 1/sqrt(D) is missing"),
     ("09_attention", "g_a = ct @ v.T; g_s = a * g_a; d = q.shape[1] ** 0.5\n"
      "    return g_s @ k / d, g_s.T @ q / d, a.T @ ct", "G_Q, G_K: the row's c is forgotten"),
     ("09_attention", "g_a = ct @ v.T; g_s = a * (g_a - (a * g_a).sum(1, keepdims=True)); d = q.shape[1] ** 0.5\n"
@@ -201,7 +206,7 @@ PLANTED = [
      "    return p @ v / l[:, None], m + np.log(l)", "the numbers are right, but it holds"),
     ("12_tiled_attention", "p = np.exp(q @ k.T / q.shape[1] ** 0.5 - lse[:, None]); g_a = ct @ v.T\n"
      "    g_s = p * (g_a - (ct * o).sum(1, keepdims=True)) * q.shape[1] ** 0.5\n"
-     "    return g_s @ k, g_s.T @ q, p.T @ ct", "G_Q, G_K: multiplies by sqrt(D) where it must divide"),
+     "    return g_s @ k, g_s.T @ q, p.T @ ct", "G_Q, G_K: multiplied by sqrt(D) where it must be divided"),
     ("12_tiled_attention", "p = np.exp(q @ k.T / q.shape[1] ** 0.5 - lse[:, None]); g_a = ct @ v.T\n"
      "    g_s = p * (g_a - (ct * o).sum(1, keepdims=True)) / q.shape[1] ** 0.5\n"
      "    return g_s @ k, g_s.T @ q, p.T @ ct", "the numbers are right, but it holds"),
