@@ -1088,7 +1088,7 @@ def _run_rules(node: Node, ct: Any, needed: Any, create_graph: bool) -> list[tup
             raise
         hint = ""
         if "read-only" in why:
-            hint = "; a rule never writes into ct, which others share: make a new array"
+            hint = "; a rule never writes into ct or what it names, which others share: make a new array"
         elif "'Tensor'" in why:
             hint = "; a rule that is differentiated again gets Tensors: write it with minigrad's functions"
         kind = next(k for k in (IndexError, TypeError, AttributeError, ValueError) if isinstance(error, k))
@@ -1129,24 +1129,31 @@ def _settle(node: Node, target: Any, c: Any) -> Any:
         if c.dtype != target.dtype:
             c = Part(c.ct.astype(target.dtype), c.key)
         return c
-    if c.__class__ is not np.ndarray and not (isinstance(c, Tensor) if _state.recording else is_array(c)):
-        if not isinstance(c, np.generic) and not is_array(c):
-            raise RuntimeError(f"[{node.name}] a rule must return an array like its argument, {shape} {target.dtype}: "
-                               f"got {_listed(c)}{node.where()}")
-        c = xp(c).asarray(c)                             # NumPy makes scalars of 0-d results
+    if c.__class__ is not np.ndarray:
+        c = _returned(node, target, c)
     if c.shape != shape:
         if not node.primitive.broadcasts or c.ndim < len(shape):
             raise RuntimeError(f"[{node.name}] a rule returned a cotangent of shape {c.shape} for an argument of shape "
                                f"{shape}{node.where()}")
         c = _unbroadcast(c, shape, node)
     if c.__class__ is not np.ndarray and not isinstance(c, Tensor):
-        c = xp(c).asarray(c)                             # and so does a sum to ()
+        c = xp(c).asarray(c)                             # the sum of all elements is a NumPy scalar
     if c.dtype is not target.dtype and c.dtype != target.dtype:
         if c.dtype.kind != "f":
             raise RuntimeError(f"[{node.name}] a cotangent is floating-point: a rule returned {c.dtype} for an "
                                f"argument of {target.dtype}{node.where()}")
         c = c.astype(target.dtype)
     return c
+
+
+def _returned(node: Node, target: Any, c: Any) -> Any:
+    """A rule's result as an array, or as a Tensor while the pass is recorded: NumPy makes scalars of 0-d results."""
+    if isinstance(c, Tensor) and _state.recording:
+        return c
+    if not is_array(c) and not isinstance(c, np.generic):
+        raise RuntimeError(f"[{node.name}] a rule must return an array like its argument, {target.shape} "
+                           f"{target.dtype}: got {_listed(c)}{node.where()}")
+    return xp(c).asarray(c)
 
 
 def _unbroadcast(c: Any, shape: tuple[int, ...], node: Node) -> Any:

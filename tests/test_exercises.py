@@ -83,7 +83,7 @@ def test_a_students_work_is_left_alone(tmp_path, capsys):
     mine.write_text("mine", encoding="utf-8")
     assert command.main([str(tmp_path), "--solved"]) == 0
     out = capsys.readouterr().out
-    assert mine.read_text(encoding="utf-8") == "mine" and "left alone 1 files that are there already: 01_add.py" in out
+    assert mine.read_text(encoding="utf-8") == "mine" and "left alone, being there already: 01_add.py\n" in out
     assert (tmp_path / "02_multiply.py").exists() and "wrote 13 files" in out
     assert command.main([str(mine)]) == 2                # a file where a folder is meant
     assert "[exercises] FOLDER is a folder" in capsys.readouterr().err
@@ -134,7 +134,9 @@ PLANTED = [
     ("01_add", "return ct, -ct", "ct_b: the sign is flipped"),
     ("01_add", "return 2 * ct, ct", "ct_a: the factor 2 is one too many"),
     ("01_add", "return ct", "must return 2 arrays, (ct_a, ct_b): got 1"),
-    ("01_add", "return ct, None", "ct_b must be an array: got None"),
+    ("01_add", "return ct, None", "ct_b must be an array of numbers: got None"),
+    ("01_add", "return ct, ct > 0", "ct_b must be an array of numbers: got (2, 3) bool"),
+    ("01_add", "return ct, np.array([ct, None], object)", "ct_b must be an array of numbers"),
     ("01_add", "pass", "returns None: the return is missing"),
     ("01_add", "ct *= 1.5; return ct, ct", "writes into its argument ct"),
     ("01_add", "return ct, ct * np.float64(1.0) + np.zeros(ct.shape)", "ct_b: the numbers are right, but float32"),
@@ -145,6 +147,8 @@ PLANTED = [
     ("02_multiply", "return b, ct * a", "ct_a: the factor ct is missing"),
     ("02_multiply", "return ct * b, ct / a", "ct_b: this is the rule of a quotient"),
     ("02_multiply", "return ct * c, ct * a", "raises NameError: name 'c' is not defined, line 4; called with ct (2"),
+    ("02_multiply", "return ct * b, np.stack([ct, a[:1]])", "raises ValueError: all input arrays must have the same "
+     "shape, line 4; called"),
     ("03_matmul", "return ct @ b, a.T @ ct", "ct_a: b must be transposed: <ct, da b> = <ct b^T, da>"),
     ("03_matmul", "return ct @ b, ct @ a", "ct_a: b must be transposed"),
     ("03_matmul", "return (ct @ b.T).T, a.T @ ct", "ct_a: the result is transposed"),
@@ -159,6 +163,8 @@ PLANTED = [
     ("06_softmax", "return ct * y", "the row's c is forgotten"),
     ("06_softmax", "return -y * (ct - (y * ct).sum(-1, keepdims=True))", "the sign is flipped"),
     ("06_softmax", "return 2.5 * y * (ct - (y * ct).sum(-1, keepdims=True))", "is 2.5 times the right answer"),
+    ("06_softmax", "return np.diag(y) - np.outer(y, y) @ ct", "raises ValueError: matmul"),
+    ("06_softmax", "return y[..., None] * (np.eye(y.shape[-1]) - y[..., None, :])", "has the wrong shape: got (3, 3"),
     ("07_masked_softmax", "e = np.exp(scores); a = e / e.sum(-1, keepdims=True)\n"
      "    return a * (ct - (a * ct).sum(-1, keepdims=True))", "the mask is forgotten, and so is the maximum"),
     ("07_masked_softmax", "e = np.exp(scores - scores.max(-1, keepdims=True)); a = e / e.sum(-1, keepdims=True)\n"
@@ -183,6 +189,9 @@ PLANTED = [
      "    return g_s @ k, g_s.T @ q, a.T @ ct", "G_Q, G_K: the factor 1/sqrt(D) is missing"),
     ("09_attention", "g_a = ct @ v.T; g_s = a * (g_a - (a * g_a).sum(1, keepdims=True)); d = q.shape[1]\n"
      "    return g_s @ k / d, g_s.T @ q / d**0.5, a.T @ ct", "G_Q: the factor 1/sqrt(D) is there twice"),
+    ("09_attention", "g_a = ct @ v.T; g_s = a * (g_a - (a * g_a).sum())\n"
+     "    return g_s @ k, g_s.T @ q, a.T @ ct", "G_Q, G_K: c is one sum over everything: it must be one per row (axis=1"
+     ", keepdims=True); and the factor 1/sqrt(D) is missing"),
     ("09_attention", "g_a = ct @ v.T; g_s = a * g_a; d = q.shape[1] ** 0.5\n"
      "    return g_s @ k / d, g_s.T @ q / d, a.T @ ct", "G_Q, G_K: the row's c is forgotten"),
     ("09_attention", "g_a = ct @ v.T; g_s = a * (g_a - (a * g_a).sum(1, keepdims=True)); d = q.shape[1] ** 0.5\n"
@@ -190,11 +199,14 @@ PLANTED = [
     ("10_shared_heads", "out = np.zeros((heads, *ct.shape[1:]), ct.dtype); out[list(kv_head)] += ct; return out",
      "not summed over the heads that share: the last one wins"),
     ("10_shared_heads", "return ct.reshape(heads, -1, *ct.shape[1:]).sum(1)", "the map is ignored"),
+    ("11_online_softmax", "s = q @ k.T / q.shape[1] ** 0.5; m = s.max(1, keepdims=True); p = np.exp(s - m)\n"
+     "    l = p.sum(1, keepdims=True); return p @ v / l, m + np.log(l)",
+     "lse: has the right number of elements but the wrong shape: got (3, 1), must be (3,)"),
     ("11_online_softmax", "s = q @ k.T / q.shape[1] ** 0.5; m = s.max(1); p = np.exp(s - m[:, None]); l = p.sum(1)\n"
      "    return p @ v / l[:, None], m + np.log(l)", "the numbers are right, but it holds"),
     ("12_tiled_attention", "p = np.exp(q @ k.T / q.shape[1] ** 0.5 - lse[:, None]); g_a = ct @ v.T\n"
      "    g_s = p * (g_a - (ct * o).sum(1, keepdims=True)) * q.shape[1] ** 0.5\n"
-     "    return g_s @ k, g_s.T @ q, p.T @ ct", "G_Q, G_K: multiplies by sqrt(D) where it must divide"),
+     "    return g_s @ k, g_s.T @ q, p.T @ ct", "G_Q, G_K: multiplied by sqrt(D) where it must be divided"),
     ("12_tiled_attention", "p = np.exp(q @ k.T / q.shape[1] ** 0.5 - lse[:, None]); g_a = ct @ v.T\n"
      "    g_s = p * (g_a - (ct * o).sum(1, keepdims=True)) / q.shape[1] ** 0.5\n"
      "    return g_s @ k, g_s.T @ q, p.T @ ct", "the numbers are right, but it holds"),

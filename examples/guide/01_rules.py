@@ -91,4 +91,4 @@ difference = abs(pullback(ct).numpy() - rules["tanh"][1](ct, x)).max()
 print(f"\nminigrad's tanh rule against ours, largest difference: {difference:.0e}")
 
 # To try: derive the rule of y = x / (1 + x^2), add it to `rules`, and see whether it agrees.
-# To try: in "cumsum", leave out the two flips. What sort of function has the rule that is itself?
+# To try: leave the two flips out of the rule of "cumsum". Of which other function would it be the right rule?

@@ -84,5 +84,5 @@ print(f"\n  out[ids] += ct leaves in row 1    {trap[1].tolist()}   (wrong: one o
 print(f"  np.add.at(out, ids, ct) leaves    {right[1].tolist()}")
 assert (right == gradient).all()
 
-# To try: give `scale` the shape (2, 1). Over which axes is it summed now? Predict it, then print found[2].
+# To try: make `scale` of shape (2, 1), np.full((2, 1), 2.0). Over which axis must ct * x be summed in `wanted` now?
 # To try: what is the rule of y = x.mean(axis=0), read as a sum followed by a multiplication?

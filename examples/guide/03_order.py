@@ -105,4 +105,4 @@ except RuntimeError as error:
     print(f"\nagain: {error}")
 
 # To try: replace tanh() by relu(), then by `h + 1.0`. What do they keep? Look at their rules in ops/elementwise.py.
-# To try: pass retain_graph=True to loss.backward() in part 3 and see what the bars do.
+# To try: pass retain_graph=True to the first loss.backward() of part 3. What do the bars do, and which assert stops it?

@@ -58,8 +58,8 @@ A /= A.sum(axis=1, keepdims=True)                                # (A.10.2)
 O = A @ V                                                        # (A.10.3)  # noqa: E741
 draw("the weights A: who looks where", A, causal)
 guesses = "".join(letters[n] for n in O.argmax(axis=1))
-print(f"\n  letters  {TEXT!r}\n  guesses  {guesses!r}   (under each letter what followed it before; where it is new, its row is")
-print("                            even and the guess means nothing)")
+print(f"\n  letters  {TEXT!r}\n  guesses  {guesses!r}   (under each letter, what followed it before;")
+print("                             a new letter's row is even, and its guess means nothing)")
 assert guesses[8:10] == "he" and np.allclose(A.sum(axis=1), 1.0)
 
 # --------------------------------------------------------------------------------------- 3. backward (A.10.5 to 9)
@@ -79,8 +79,8 @@ G_K = G_S.T @ Q / np.sqrt(D)                                     # (A.10.9)
 draw("|G_S|: the scores that this loss wants changed", G_S, causal)
 worst = np.abs(G_S).max(axis=1).argmax()
 up, down = G_S[worst].argmin(), G_S[worst].argmax()
-print(f"\n  most of all at query {worst} ({TEXT[worst]!r}), which wants to look more at key {up} ({TEXT[up]!r}) and less at "
-      f"key {down} ({TEXT[down]!r})")
+print(f"\n  most of all at query {worst} ({TEXT[worst]!r}), which wants to look more at key {up} ({TEXT[up]!r})")
+print(f"  and less at key {down} ({TEXT[down]!r})")
 assert abs(G_S.sum(axis=1)).max() < 1e-12 and not G_S[~causal].any()
 
 # minigrad's op does all of it in one node, and its backward is those five lines.
@@ -93,5 +93,6 @@ for name, hand, tape in zip(("O", "G_Q", "G_K", "G_V"), (O, G_Q, G_K, G_V), (o, 
     assert abs(hand - tape.numpy()).max() < 1e-12, name
     print(f"  {name:4}{hand.shape}")
 
-# To try: replace the causal set by `window` or `packed`. Which guesses change, and could you have said so from the map?
+# To try: in `hidden`, replace `causal` by `window` or `packed`. Which guesses change (the assert below them then stops
+# the script), and could you have said so from the maps of part 1?
 # To try: make the 8.0 in Q smaller or larger. What happens to A, and to the size of G_S (guide 5, part 1)?

@@ -81,7 +81,7 @@ def main(argv: list[str] | None = None) -> int:
     if written:
         print(f"wrote {len(written)} files to {given.folder}: {', '.join(written)}")
     if kept:
-        print(f"left alone {len(kept)} files that are there already: {', '.join(kept)}")
+        print(f"left alone, being there already: {', '.join(kept)}")
     print(f"begin with {given.folder / EXERCISES[0].name}.py; grade with: pytest {given.folder}")
     return 0
 

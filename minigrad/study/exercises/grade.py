@@ -83,16 +83,16 @@ def load(path: Path, function: str) -> Callable:
     except SyntaxError as error:
         raise Wrong(f"the file does not read as Python: {error.msg}, line {error.lineno}") from error
     except Exception as error:
-        raise Wrong(f"the file stops while it is read: {type(error).__name__}: {error}{_line(error, path)}") from error
+        what = f"{type(error).__name__}: {error}{_line(error, str(path))}"
+        raise Wrong(f"the file stops while it is read: {what}") from error
     if not callable(getattr(module, function, None)):
         raise Wrong(f"the file has no function {function}: keep the name, the grader calls it")
     return getattr(module, function)
 
 
-def _line(error: BaseException, path: Path | None = None) -> str:
+def _line(error: BaseException, path: str) -> str:
     """", line N" of the innermost frame in the student's own file."""
-    frames = traceback.extract_tb(error.__traceback__)
-    mine = [f for f in frames if (f.filename == str(path) if path else f.filename != __file__)]
+    mine = [f for f in traceback.extract_tb(error.__traceback__) if f.filename == path]
     return f", line {mine[-1].lineno}" if mine else ""
 
 
@@ -114,7 +114,7 @@ def _call(function: Callable, case: dict, returns: Sequence[str]) -> tuple:
         except NotImplementedError as error:
             raise NotWritten from error
         except Exception as error:
-            what = f"raises {type(error).__name__}: {error}{_line(error)}"
+            what = f"raises {type(error).__name__}: {error}{_line(error, function.__code__.co_filename)}"
             raise Raised(f"{what}; called with {_shapes(case)}") from error
     for name, value in given.items():
         if isinstance(value, np.ndarray) and not np.array_equal(value, case[name], equal_nan=True):
@@ -129,8 +129,8 @@ def _call(function: Callable, case: dict, returns: Sequence[str]) -> tuple:
     for name, answer in zip(returns, answers):
         if isinstance(answer, Tensor):
             raise Wrong(f"{name} is a Tensor: write the rule with NumPy, on arrays")
-        if not isinstance(answer, (np.ndarray, np.generic, float, int)) or isinstance(answer, bool):
-            raise Wrong(f"{name} must be an array: got {describe(answer)}")
+        if not isinstance(answer, (np.ndarray, np.generic, float, int)) or np.asarray(answer).dtype.kind not in "fiu":
+            raise Wrong(f"{name} must be an array of numbers: got {describe(answer)}")
     return tuple(np.asarray(a) for a in answers)
 
 
@@ -159,9 +159,8 @@ def diagnose(exercise: Exercise, function: Callable) -> None:
         if not bad:
             continue
         what = _known(exercise, [None if a is None else a[i] for a in answers], [r[i] for r in rights], i)
-        seen = [k for k in bad if answers[k] is not None]
-        if what is None and seen:
-            what = _general(exercise, exercise.cases[seen[0]], answers[seen[0]], rights[seen[0]], i)
+        if what is None and answers[bad[0]] is not None:
+            what = _general(exercise, exercise.cases[bad[0]], answers[bad[0]], rights[bad[0]], i)
         if what is not None:
             words.setdefault(what, []).append(name)
     if words:
@@ -174,13 +173,21 @@ def diagnose(exercise: Exercise, function: Callable) -> None:
 
 
 def _known(exercise: Exercise, got: list, right: list, i: int) -> str | None:
-    """The words of a known mistake that gives exactly these answers in every case, and raises where they raise."""
+    """The words of a known mistake that gives exactly these answers in every case, and raises where they raise; or
+    these but for the sign or a number that is missing or one too many, which are then named too."""
+    factors = [{k: f for k, f in exercise.factors(case).items() if np.ndim(f) == 0} for case in exercise.cases]
+    second = [([1.0] * len(got), ""), ([-1.0] * len(got), "; and the sign is flipped")]
+    for name in set.intersection(*map(set, factors)):
+        second.append(([f[name] for f in factors], f"; and the factor {name} is missing"))
+        second.append(([1.0 / f[name] for f in factors], f"; and the factor {name} is one too many"))
+    mistakes = []
     for what, function in exercise.wrong:
         theirs = [mistaken(function, case, i) for case in exercise.cases]
-        if all(t is None or same(t, r) for t, r in zip(theirs, right)):
-            continue                                     # this mistake shows in other results only
-        for sign, also in ((1, ""), (-1, "; and the sign is flipped")):
-            if all(same(sign * g, t) if g is not None and t is not None else g is t for g, t in zip(got, theirs)):
+        if not all(t is None or same(t, r) for t, r in zip(theirs, right)):      # else it shows in other results only
+            mistakes.append((what, theirs))
+    for by, also in second:
+        for what, theirs in mistakes:
+            if all(same(n * g, t) if g is not None and t is not None else g is t for n, g, t in zip(by, got, theirs)):
                 return what + also
     return None
 
@@ -202,7 +209,7 @@ def _general(exercise: Exercise, case: dict, answers: tuple, rights: tuple, i: i
     """What is wrong with answer i to this case, whoever the student."""
     got, right = answers[i], rights[i]
     with np.errstate(all="ignore"):
-        found = (_elsewhere(exercise, answers, rights, i) or _shape(got, right)
+        found = (_elsewhere(exercise, answers, rights, i) or _shape(got, right, np.shape(case.get("ct", ())))
                  or _sign_or_factor(got, right, exercise.factors(case)) or _permuted(got, right))
     if found is not None:
         return f"{found} ({_shapes(case)})"
@@ -218,7 +225,7 @@ def _general(exercise: Exercise, case: dict, answers: tuple, rights: tuple, i: i
     return f"{what}; at {at} you have {got[at]:.6g}, right is {right[at]:.6g}{witness} ({_shapes(case)})"
 
 
-def _shape(got: np.ndarray, right: np.ndarray) -> str | None:
+def _shape(got: np.ndarray, right: np.ndarray, ct: tuple[int, ...]) -> str | None:
     g, r = got.shape, right.shape
     if g == r:
         if np.isfinite(right).all() and not np.isfinite(got).all():
@@ -229,11 +236,13 @@ def _shape(got: np.ndarray, right: np.ndarray) -> str | None:
         axes = (*range(lead), *(j + lead for j, n in enumerate(r) if n == 1 and g[j + lead] != 1))
         if axes and all(g[a] == 1 for a in axes):
             return f"has an axis of length 1 too many: got {g}, must be {r}"
+        if len(g) > len(ct) or g[:lead] != ct[len(ct) - len(g):][:lead]:         # no axes of the output's
+            return f"has the wrong shape: got {g}, must be {r}"
         said = f"axis {axes[0]}" if len(axes) == 1 else f"axes {axes}"
         return (f"the sum over {said} is missing: an array of {r} was repeated there to {g}, so the copies' cotangents "
                 "add")
     if tuple(n for n in g if n != 1) == tuple(n for n in r if n != 1):
-        return f"right numbers of elements but the wrong shape: got {g}, must be {r} (keepdims=True, or a reshape)"
+        return f"has the right number of elements but the wrong shape: got {g}, must be {r}; keepdims=True or a reshape"
     if g == r[::-1] and len(r) == 2:
         return f"is transposed: got {g}, must be {r}"
     if sorted(g) == sorted(r):

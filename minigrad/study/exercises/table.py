@@ -260,6 +260,10 @@ def _attention_case(t, s, d, dv, seed, causal=False):
     return dict(ct=ct, q=q, k=k, v=v, a=_masked(q @ k.T / np.sqrt(d), visible))
 
 
+def _scale(case):
+    return {"1/sqrt(D)": case["q"].shape[1] ** -0.5}
+
+
 def _attention(c=True, weigh=True, scale_q=1.0, scale_k=1.0, transposed_s=True, transposed_a=True, from_s=None):
     """(A.10.5) to (A.10.9) with one thing changed."""
     def run(ct, q, k, v, a):
@@ -275,7 +279,7 @@ attention = Exercise(
     [_attention_case(3, 4, 5, 2, 13), _attention_case(4, 4, 3, 3, 14, causal=True)],
     forward=lambda c: (lambda q, k, v: F.scaled_dot_product_attention(q, k, v, (c["a"] > 0)),
                        (c["q"], c["k"], c["v"]), c["ct"]),
-    factors=lambda c: {"sqrt(D)": c["q"].shape[1] ** 0.5, "D": float(c["q"].shape[1])},
+    factors=_scale,
     wrong=[("the factor 1/sqrt(D) is missing", _attention(scale_q=0, scale_k=0)),
            ("the factor 1/sqrt(D) is there twice", _attention(scale_q=2, scale_k=2)),
            ("multiplied by sqrt(D) where it must be divided", _attention(scale_q=-1, scale_k=-1)),
@@ -283,6 +287,10 @@ attention = Exercise(
            ("the softmax is passed over: G_S is A (G_A - c) (A.10.7), not G_A", _attention(weigh=False)),
            ("c is the sum of G_A over the row: it must be the sum of A G_A (A.10.7)",
             _attention(from_s=lambda a, g: a * (g - _row(np.where(a > 0, g, 0.0))))),
+           ("c is one sum over everything: it must be one per row (axis=1, keepdims=True)",
+            _attention(from_s=lambda a, g: a * (g - (a * g).sum()))),
+           ("keepdims=True is missing in c: its shape (T,) lines up with the columns, not with the rows",
+            _attention(from_s=lambda a, g: a * (g - (a * g).sum(axis=1)))),
            ("only the Jacobian's diagonal A (1 - A) is used: every A_ij depends on every score of its row",
             _attention(from_s=lambda a, g: a * (1 - a) * g)),
            ("G_S must be transposed: K stands transposed in S = Q K^T (A.10.9)", _attention(transposed_s=False)),
@@ -382,7 +390,7 @@ def _long(names):
 online_softmax = Exercise(
     "11_online_softmax", "online_attention", ("O", "lse"), _tiled, right=_plain_by_minigrad,
     memory=lambda: _long("qkv"),
-    factors=lambda c: {"sqrt(D)": c["q"].shape[1] ** 0.5},
+    factors=_scale,
     wrong=[("l is not rescaled when the maximum grows: l = l shrink + sum of p", _online(shrink_l=False)),
            ("o is not rescaled when the maximum grows: o = o shrink + p v", _online(shrink_o=False)),
            ("neither l nor o is rescaled when the maximum grows", _online(shrink_l=False, shrink_o=False)),
@@ -422,9 +430,10 @@ tiled_attention = Exercise(
     [_with_residuals(case, 26 + n) for n, case in enumerate(_tiled[:3])],
     forward=lambda c: (F.scaled_dot_product_attention, (c["q"], c["k"], c["v"]), c["ct"]),
     memory=lambda: _long("ct"),
-    factors=lambda c: {"sqrt(D)": c["q"].shape[1] ** 0.5},
+    factors=_scale,
     wrong=[("the factor 1/sqrt(D) is missing", _backward(scale_q=0, scale_k=0)),
            ("the factor 1/sqrt(D) is there twice", _backward(scale_q=2, scale_k=2)),
+           ("multiplied by sqrt(D) where it must be divided", _backward(scale_q=-1, scale_k=-1)),
            ("the row's c is forgotten: G_S = p (G_A - c) (A.10.7)", _backward(c="none")),
            ("c is summed over the block only: it is a sum over all keys; use ct . O, which is the same",
             _backward(c="block")),
