@@ -170,8 +170,10 @@ def main(argv: list[str] | None = None) -> int:
           "character)")
     print(f"written: {run.checkpoint}, {out / 'log.csv'}, {out / 'loss.png'}")
     print(f"--- a sample ({again} --prompt '...' writes more) ---")
-    written = model.generate(start[None], args.sample, temperature=args.temperature, top_k=None)
-    print(tokenizer.decode(written[0]).lstrip("\n"))
+    print(tokenizer.decode(start).lstrip("\n"), end="", flush=True)
+    for tokens in model.stream(start[None, -settings["context"]:], args.sample, temperature=args.temperature):
+        print(tokenizer.decode(tokens), end="", flush=True)
+    print()
     return 0
 
 

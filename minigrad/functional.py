@@ -46,7 +46,14 @@ from minigrad.ops.index import embedding, one_hot, repeat, roll, take, take_alon
 from minigrad.ops.linalg import einsum, linear, matmul
 from minigrad.ops.loss import cross_entropy, mse_loss
 from minigrad.ops.norm import layer_norm, rms_norm
-from minigrad.ops.position import rotary_embedding, rotary_tables
+from minigrad.ops.position import (
+    alibi_bias,
+    alibi_slopes,
+    relative_buckets,
+    rotary_embedding,
+    rotary_tables,
+    sinusoidal_positions,
+)
 from minigrad.ops.random import dropout
 from minigrad.ops.reduce import all_ as all
 from minigrad.ops.reduce import any_ as any

@@ -122,8 +122,14 @@ class Watcher:
     def pulling(self, node: Node, ct: Any) -> None:
         """A node's rules are about to run."""
 
+    def summed(self, node: Node, axes: tuple[int, ...]) -> None:
+        """What a rule of the node gave is summed over these of its axes, to undo broadcasting; `pulled` follows."""
+
     def pulled(self, node: Node, ct: Any, target: Any, c: Any) -> None:
         """A rule gave `c` as the cotangent of `target`."""
+
+    def finished(self, found: dict[Any, Any]) -> None:
+        """A pass through at least one node is over: the cotangents it found, by leaf or node asked for."""
 
     def stepping(self, optimizer: Any) -> None:
         """An optimiser begins to update its parameters."""
@@ -139,10 +145,12 @@ class Memory:
     """What is known of a piece of memory: when it was last written, how many live nodes need it as it is, whether the
     user has been given the raw array. Tensors that are views of one another share one."""
 
-    written = 0
-    held = 0
-    exposed: tuple[Any, ...] = ()
-    locked: tuple[Any, ...] = ()
+    __slots__ = ("written", "held", "exposed", "locked")
+
+    def __init__(self) -> None:
+        self.written, self.held = 0, 0
+        self.exposed: tuple[Any, ...] = ()
+        self.locked: tuple[Any, ...] = ()
 
     def expose(self, array: Any) -> None:
         if array not in _Identity(self.exposed):
@@ -157,7 +165,7 @@ class Memory:
 
     def release(self) -> None:
         self.held -= 1
-        if not self.held and self.locked:
+        if self.locked and not self.held:
             for array in self.locked:
                 array.flags.writeable = True
             self.locked = ()
@@ -495,6 +503,13 @@ def describe(x: Any) -> str:
     return f"{x.shape} {x.dtype}" + ("" if where == CPU else f" on {where}")
 
 
+def _listed(x: Any) -> str:
+    """The same for what a forward or a rule returned: each item of a tuple, and a Tensor by that name."""
+    if isinstance(x, tuple):
+        return f"({', '.join(map(_listed, x))})"
+    return f"a Tensor {describe(x)}" if isinstance(x, Tensor) else describe(x)
+
+
 def _path(x: Any) -> str:
     """" = blocks.0.mlp.up.weight" for a parameter whose module has named it."""
     return f" = {path}" if (path := getattr(x, "path", "")) else ""
@@ -513,15 +528,23 @@ class _Rule:
             raise TypeError(f"[{owner}] a rule takes ct, then any of {', '.join(sorted(known))}: got {names}")
         self.run = rule
         self.slots = [known[name] for name in names[1:]]
+        self.only = self.slots[0] if len(self.slots) == 1 else ("", 0)
 
-    def call(self, ct: Any, node: Node, wanted: Sequence[bool]) -> Any:
+    def call(self, ct: Any, node: Node, wanted: Any) -> Any:
         """The rule on raw arrays."""
-        slots = self.slots
-        if not slots:
+        kind, which = self.only
+        if kind == "input":                              # the most common, spelled out
+            return self.run(ct, node.arrays[which])
+        if kind == "y":
+            return self.run(ct, node.y)
+        if not self.slots:
             return self.run(ct)
-        if len(slots) == 1 and slots[0][0] == "input":   # the most common, spelled out
-            return self.run(ct, node.arrays[slots[0][1]])
-        return self.run(ct, *[node.raw(kind, which, wanted) for kind, which in slots])
+        return self.run(ct, *[node.raw(kind, which, wanted) for kind, which in self.slots])
+
+
+    def call_recorded(self, ct: Any, node: Node, wanted: Any) -> Any:
+        """The rule on Tensors with their history, so that the rule itself is recorded."""
+        return self.run(ct, *[node._tensor(kind, which, wanted) for kind, which in self.slots])
 
 
 class Body:
@@ -597,8 +620,15 @@ class Primitive:
         self.arity = sys.maxsize if variadic else len(self.inputs)
         self.reference, self.samples = (forward if kernels or fused else None), tuple(samples)
         self.broadcasts, self.view = broadcasts, view
-        if rules is not None and len(rules) != len(self.inputs):
-            raise TypeError(f"[{self.name}] one rule per array argument {self.inputs}: got {len(rules)}")
+        if not self.inputs:
+            raise TypeError(f"[{self.name}] arrays come before a / in the signature: got {signature}")
+        if rules is not None and (callable(rules) or len(rules) != len(self.inputs)):
+            came = "a function" if callable(rules) else len(rules)
+            raise TypeError(f"[{self.name}] one rule per array argument {self.inputs}: got {came}")
+        for name, kernel in (kernels or {}).items():
+            if name not in ("numpy", "cupy") or not isinstance(kernel, tuple) or len(kernel) < 2:
+                raise TypeError(f'[{self.name}] kernels= takes "numpy" or "cupy", each with (forward, joint rule, '
+                                f"*residual names): got {name!r}: {_listed(kernel)}")
         if rules is None and rule is None and not kernels:
             rules = [None] * len(self.inputs)
         common = (self.inputs, self.params, variadic, self.name)
@@ -613,7 +643,8 @@ class Primitive:
         self.kernels = {name: body(run, None, back, names, not self.differentiable)
                         for name, (run, back, *names) in (kernels or {}).items()}
         if self.name in primitives:
-            raise TypeError(f"[{self.name}] a primitive of this name exists already")
+            raise TypeError(f"[{self.name}] a primitive of this name exists already; to define it anew first "
+                            f"del mg.primitives[{self.name!r}]")
         primitives[self.name] = self
 
     def __repr__(self) -> str:
@@ -664,8 +695,14 @@ class Primitive:
             raise self._explained(error, args, params) from error
         residuals: tuple = ()
         if body.residuals:
-            y, *residuals = y
+            if not isinstance(y, tuple) or len(y) != 1 + len(body.residuals):
+                raise TypeError(f"[{self.name}] the forward must return (y, {', '.join(body.residuals)}): got "
+                                f"{_listed(y)}")
+            y, residuals = y[0], y[1:]
         if y.__class__ is not library:
+            if not is_array(y) and y.__class__ not in _SCALARS[:3] and not isinstance(y, np.generic):
+                raise TypeError(f"[{self.name}] the forward must return one array: got {_listed(y)}"
+                                + ("; name what follows the output in residuals=" if isinstance(y, tuple) else ""))
             y = xp(y).asarray(y)                         # NumPy makes scalars of 0-d results
         out = _wrap(y)
         kind = y.dtype.kind
@@ -791,13 +828,20 @@ class Node:
     @property
     def bytes_kept(self) -> int:
         """Bytes of the arrays this node keeps for its rules (0 once released)."""
-        kept = [] if self.targets is None else [*self.arrays, self.y, *self.residuals]
-        kept = [b for a in kept for b in (a if isinstance(a, tuple) else (a,))]
-        return sum({id(a): a.nbytes for a in kept if is_array(a)}.values())
+        return sum({id(a): a.nbytes for a in self.kept}.values())
+
+    @property
+    def kept(self) -> list[Any]:
+        """The arrays this node keeps for its rules (none once released)."""
+        slots = [] if self.targets is None else [*self.arrays, self.y, *self.residuals]
+        return [b for a in slots for b in (a if isinstance(a, tuple) else (a,)) if is_array(b)]
 
     def keeps(self, array: Any) -> bool:
         """Whether this very array is one the node keeps."""
-        return array in _Identity((*self.arrays, self.y, *self.residuals))
+        for kept in self.arrays:
+            if kept is array:
+                return True
+        return array is self.y or array in _Identity(self.residuals)
 
     def release(self) -> None:
         """Drop everything kept; the node cannot run again."""
@@ -805,7 +849,7 @@ class Node:
             for memory in self.memories.values():
                 memory.release()
             self.targets = self.arrays = self.y = self.residuals = None
-            self.memories = {}
+            self.memories, self.params = {}, {}
 
     __del__ = release
 
@@ -814,20 +858,19 @@ class Node:
         self.check()
         body, op, targets = self.body, self.primitive, self.targets
         wanted = [t is not None and (needed is None or t in needed) for t in targets]
-        if create_graph and (not op.differentiable or body.keep_all):
-            return self._pull_reference(ct, wanted)
+        call = _Rule.call
         if create_graph:                                 # a kernel's rule is not differentiable, the plain rules are
-            body = op.plain
-
-        def call(rule: _Rule) -> Any:
-            if not create_graph:
-                return rule.call(ct, self, wanted)
-            return rule.run(ct, *[self._tensor(kind, which, wanted) for kind, which in rule.slots])
-
+            if not op.differentiable or body.keep_all:
+                return self._pull_reference(ct, wanted)
+            body, call = op.plain, _Rule.call_recorded
         if body.joint is None:
-            return [(t, call(rule)) for t, rule, want in zip(targets, body.rules, wanted) if want and rule is not None]
-        cts = call(body.joint)
+            return [(t, call(rule, ct, self, wanted)) for t, rule, want in zip(targets, body.rules, wanted)
+                    if want and rule is not None]
+        cts = call(body.joint, ct, self, wanted)
         cts = cts if isinstance(cts, (tuple, list)) else (cts,)
+        if len(cts) != len(targets):
+            raise RuntimeError(f"[{self.name}] a joint rule returns a cotangent (or None) for each of {len(targets)} "
+                               f"arguments: got {len(cts)}")
         if len({id(c) for c in cts if c is not None}) < sum(c is not None for c in cts):
             raise RuntimeError(f"[{self.name}] a joint rule returned one array twice; copy it")
         return [(t, c) for t, c, want in zip(targets, cts, wanted) if want and c is not None]
@@ -991,6 +1034,7 @@ def _pull_back(seeds: list[tuple[Any, Any]], wanted: Sequence | None = None, cre
     """The backward pass: cotangents of all leaves that the seeds reach, or of the `wanted` nodes and leaves."""
     results = set(wanted or ())
     order, needed = _reachable([target for target, _ in seeds], None if wanted is None else results, floor)
+    watchers = _state.watchers if order else ()
     cts: dict[Any, Any] = dict(seeds)
     made: set = set()                                    # targets whose cotangent is an array of its own: add in place
     found: dict[Any, Any] = {}
@@ -1002,11 +1046,11 @@ def _pull_back(seeds: list[tuple[Any, Any]], wanted: Sequence | None = None, cre
                 if node in results:
                     found[node] = ct if create_graph else ct.copy()
                 if node.targets is not None:
-                    for watcher in _state.watchers:
+                    for watcher in watchers:
                         watcher.pulling(node, ct)
-                    for target, c in node.pull(ct, needed, create_graph):
+                    for target, c in _run_rules(node, ct, needed, create_graph):
                         c = _settle(node, target, c)
-                        for watcher in _state.watchers:
+                        for watcher in watchers:
                             watcher.pulled(node, ct, target, c)
                         old = cts.get(target)
                         if c.__class__ is Part:
@@ -1026,7 +1070,32 @@ def _pull_back(seeds: list[tuple[Any, Any]], wanted: Sequence | None = None, cre
     for target, ct in cts.items():                       # the leaves
         if wanted is None or target in results:
             found[target] = ct if create_graph or target in made else ct.copy()
+    for watcher in watchers:
+        watcher.finished(found)
     return found
+
+
+def _run_rules(node: Node, ct: Any, needed: Any, create_graph: bool) -> list[tuple[Any, Any]]:
+    """node.pull, with the cotangent locked, since others may share it; an error in a rule names the op."""
+    lock = ct.__class__ is np.ndarray and ct.flags.writeable
+    if lock:
+        ct.setflags(write=False)
+    try:
+        return node.pull(ct, needed, create_graph)
+    except (ValueError, TypeError, IndexError, AttributeError) as error:
+        why = str(error).strip()
+        if why.startswith("["):
+            raise
+        hint = ""
+        if "read-only" in why:
+            hint = "; a rule never writes into ct, which others share: make a new array"
+        elif "'Tensor'" in why:
+            hint = "; a rule that is differentiated again gets Tensors: write it with minigrad's functions"
+        kind = next(k for k in (IndexError, TypeError, AttributeError, ValueError) if isinstance(error, k))
+        raise kind(f"[{node.name}] in a rule: {why}: ct {describe(ct)}{node.where()}{hint}") from error
+    finally:
+        if lock:
+            ct.setflags(write=True)
 
 
 def _add(a: Any, b: Any) -> Any:
@@ -1060,14 +1129,22 @@ def _settle(node: Node, target: Any, c: Any) -> Any:
         if c.dtype != target.dtype:
             c = Part(c.ct.astype(target.dtype), c.key)
         return c
+    if c.__class__ is not np.ndarray and not (isinstance(c, Tensor) if _state.recording else is_array(c)):
+        if not isinstance(c, np.generic) and not is_array(c):
+            raise RuntimeError(f"[{node.name}] a rule must return an array like its argument, {shape} {target.dtype}: "
+                               f"got {_listed(c)}{node.where()}")
+        c = xp(c).asarray(c)                             # NumPy makes scalars of 0-d results
     if c.shape != shape:
         if not node.primitive.broadcasts or c.ndim < len(shape):
             raise RuntimeError(f"[{node.name}] a rule returned a cotangent of shape {c.shape} for an argument of shape "
                                f"{shape}{node.where()}")
         c = _unbroadcast(c, shape, node)
     if c.__class__ is not np.ndarray and not isinstance(c, Tensor):
-        c = xp(c).asarray(c)
+        c = xp(c).asarray(c)                             # and so does a sum to ()
     if c.dtype is not target.dtype and c.dtype != target.dtype:
+        if c.dtype.kind != "f":
+            raise RuntimeError(f"[{node.name}] a cotangent is floating-point: a rule returned {c.dtype} for an "
+                               f"argument of {target.dtype}{node.where()}")
         c = c.astype(target.dtype)
     return c
 
@@ -1076,6 +1153,8 @@ def _unbroadcast(c: Any, shape: tuple[int, ...], node: Node) -> Any:
     """The adjoint of broadcasting: sum over the axes that were added or stretched."""
     lead = c.ndim - len(shape)
     axes = (*range(lead), *(i + lead for i, n in enumerate(shape) if n == 1 and c.shape[i + lead] != 1))
+    for watcher in _state.watchers:
+        watcher.summed(node, axes)
     c = c.sum(axis=axes, keepdims=True)
     if c.shape[lead:] != shape:
         raise RuntimeError(f"[{node.name}] a rule returned a cotangent of shape {c.shape}, which does not broadcast "
@@ -1334,11 +1413,13 @@ def checkpoint(f: Callable, *args: Any) -> Tensor:
         node.targets = (*((t._node or t) if t is not None and t._tracked else None for t in tensors), *captured)
         out._memory, out._node, out._tracked = None, node, True
     for watcher in _state.watchers:
-        watcher.computed(_CHECKPOINT, out, args, {})
+        watcher.computed(_CHECKPOINT, out, args, {"since": floor})   # nodes numbered above were f's, and are gone
     return out
 
 
 class _CHECKPOINT:                                       # stands where a Primitive would
+    """f(arguments), of which only the arguments are kept;  ct_x = f runs again and its own graph is pulled back"""
+
     name, broadcasts = "checkpoint", False
 
     @staticmethod
@@ -1351,18 +1432,18 @@ class _CHECKPOINT:                                       # stands where a Primit
 
 @primitive(rules=[lambda ct: ct], samples=[sample((2, 3)), sample(())], view=True)
 def _alias(x, /):
-    """x itself, as a new node: where a transform enters a graph."""
+    """x itself, as a new node: where a transform enters a graph;  ct_x = ct"""
     return x
 
 
 @primitive(rules=[lambda ct: ct], samples=[sample((2, 3), dtype=np.float64)])
 def _cast(x, /, dtype):
-    """x in another dtype; the engine casts the cotangent back."""
+    """x in another dtype;  ct_x = ct, which the engine casts back"""
     return x.astype(dtype)
 
 
 @primitive(rules=[lambda ct, device, source: _move(ct, device=source, source=device)],
            samples=[sample((2, 3), device=CPU, source=CPU)])
 def _move(x, /, device, source):
-    """x on another device; its cotangent moves back."""
+    """x on another device;  ct_x = ct, moved back"""
     return to_device(x, device)

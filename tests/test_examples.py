@@ -30,7 +30,7 @@ def test_01_tape(tmp_path):
         assert line in out
     assert len(re.findall(r"gradient of \w+: largest", out)) == 8
     table = out.partition("print(tape)")[2].splitlines()[1:]
-    assert table[0].split() == ["op", "from", "shape", "dtype", "on", "kept", "line"]
+    assert table[0].split() == ["op", "from", "formula", "shape", "dtype", "on", "kept", "line"]
     assert [row.split()[1] for row in table[1:]] == "matmul add tanh matmul add subtract multiply sum".split()
     assert "01_tape.py:" in table[1]
 

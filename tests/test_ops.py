@@ -557,6 +557,11 @@ FUNCTIONS = {
     "rotary_tables": [([], lambda f: f(np.arange(4), 6, base=100.0)[1],
                        lambda t: t.sin(t.arange(4.0, dtype=t.float64)[:, None]
                                        * 100.0 ** (-t.arange(3.0, dtype=t.float64) / 3)))],
+    "sinusoidal_positions": [([], lambda f: f(3, 2), lambda t: t.stack(
+        [t.sin(t.arange(3.0).double()), t.cos(t.arange(3.0).double())], dim=1).float())],
+    "alibi_slopes": [([], lambda f: f(8), lambda t: 0.5 ** t.arange(1.0, 9.0))],
+    "alibi_bias": [([], lambda f: f(1, 2, 3), lambda t: t.tensor([[[0.0, 1.0, 2.0], [1.0, 0.0, 1.0]]]) / -256)],
+    "relative_buckets": [([], lambda f: f(2, 3, 4, 3), lambda t: t.tensor([[0, 3, 3], [1, 0, 3]]))],
 }
 
 

@@ -87,6 +87,60 @@ def test_muon_as_torch(torch, rng, shape, nesterov):
     assert np.abs(p.numpy() - start).max() > 0.1
 
 
+@pytest.mark.parametrize("nesterov", [True, False])
+@pytest.mark.parametrize("shape", [(4, 6), (6, 4), (8, 8)])
+def test_fifty_steps_of_muon_as_torch_in_float64(torch, monkeypatch, rng, shape, nesterov):
+    """PyTorch's own code with its cast to bfloat16 made a copy: what is left to differ is rounding."""
+    monkeypatch.setattr(torch.Tensor, "bfloat16", torch.Tensor.clone)
+    p, settings = nn.Parameter(rng.normal(size=shape)), dict(lr=0.02, weight_decay=0.1, nesterov=nesterov)
+    start = p.numpy()
+    q = torch.nn.Parameter(torch.from_numpy(p.numpy().T.copy()))
+    optimizer, other = optim.Muon([p], **settings), torch.optim.Muon([q], **settings)
+    for step in range(50):
+        set_grads([p], step)
+        q.grad = torch.from_numpy(p.grad.numpy().T.copy())
+        for group in (optimizer.param_groups[0], other.param_groups[0]):
+            group["lr"] = 0.02 * (1.0 - step / 60)
+        optimizer.step()
+        other.step()
+    np.testing.assert_allclose(p.numpy(), q.detach().numpy().T, rtol=0, atol=1e-13)
+    assert np.abs(p.numpy() - start).max() > 0.1
+
+
+@pytest.mark.parametrize("ours, theirs, settings", AGAINST.values(), ids=AGAINST)
+def test_a_model_trains_for_fifty_steps_as_its_copy_in_torch(torch, rng, ours, theirs, settings):
+    """All parts together in float64: embedding, norm, MLP, head, cross-entropy with smoothing and ignored targets,
+    gradients clipped, a warm-up: every loss and norm on the way, and every weight at the end."""
+    model = nn.Sequential(nn.Embedding(9, 6), nn.LayerNorm(6), nn.MLP(6), nn.RMSNorm(6), nn.Linear(6, 9)).to(mg.float64)
+    copy = torch.nn.Sequential(torch.nn.Embedding(9, 6), torch.nn.LayerNorm(6), torch.nn.Linear(6, 24), torch.nn.GELU(),
+                               torch.nn.Linear(24, 6), torch.nn.RMSNorm(6, eps=1e-6), torch.nn.Linear(6, 9)).double()
+    pairs = list(zip(model.parameters(), (q if q.ndim < 2 or q is copy[0].weight else q.T  # linears are stored turned
+                                          for q in copy.parameters()), strict=True))
+    for p, q in pairs:
+        q.data.copy_(torch.from_numpy(p.numpy()))
+    optimizer, other = getattr(optim, ours)(model.parameters(), **settings), getattr(torch.optim, theirs)(
+        copy.parameters(), **settings)
+    for step in range(50):
+        ids, targets = rng.integers(0, 9, (2, 16))
+        targets[step % 16] = -100
+        for group in (optimizer.param_groups[0], other.param_groups[0]):
+            group["lr"] = settings["lr"] * min(1.0, (step + 1) / 10)
+        loss = mg.functional.cross_entropy(model(ids), targets, label_smoothing=0.1)
+        loss_ = torch.nn.functional.cross_entropy(copy(torch.from_numpy(ids)), torch.from_numpy(targets),
+                                                  label_smoothing=0.1)
+        optimizer.zero_grad()
+        other.zero_grad()
+        loss.backward()
+        loss_.backward()
+        norm, norm_ = clip_grad_norm_(model.parameters(), 0.5), torch.nn.utils.clip_grad_norm_(copy.parameters(), 0.5)
+        assert loss.item() == pytest.approx(loss_.item(), rel=1e-12)
+        assert float(norm) == pytest.approx(float(norm_), rel=1e-11)
+        optimizer.step()
+        other.step()
+    for p, q in pairs:
+        np.testing.assert_allclose(p.numpy(), q.detach().numpy(), rtol=0, atol=1e-12)
+
+
 def test_muon_is_its_formula(rng):
     """In float64 against the formula, the polynomial of Newton-Schulz applied to the singular values."""
     p = nn.Parameter(rng.normal(size=(3, 5)))

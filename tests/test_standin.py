@@ -95,16 +95,21 @@ def test_the_same_seed_gives_the_same_start_and_the_same_dropout():
     assert all((a == b).all() for a, b in zip(*drawn))
 
 
-@pytest.mark.parametrize("config", ["gpt2", "llama"])
-def test_a_training_run_equals_the_cpus_and_never_waits(config):
+SIZES = dict(vocab_size=11, context=6, d_model=8, n_layers=2, n_heads=2)
+KINDS = {"gpt2": {}, "llama": dict(norm="rms", position="rope", mlp="swiglu", bias=False, tied=False, n_kv_heads=1),
+         "t5": dict(position="t5", sinks=True), "alibi": dict(position="alibi", window=3, logit_softcap=5.0),
+         "sinusoidal": dict(position="sinusoidal", block="parallel", softcap=4.0),
+         "post": dict(block="post", qk_norm=True)}
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_training_run_equals_the_cpus_and_never_waits(kind):
     """Three steps of a tiny model with dropout: equal losses, and no hidden wait between the ids and the update."""
-    sizes = dict(vocab_size=11, context=6, d_model=8, n_layers=2, n_heads=2, dropout=0.1)
     ids = np.random.default_rng(0).integers(0, 11, (3, 4, 7))
     losses = {}
     for device in ("cpu", "cuda"):
         mg.manual_seed(1)
-        c = nn.TransformerConfig(**sizes) if config == "gpt2" else nn.TransformerConfig.llama(**sizes)
-        model = nn.Transformer(c).to(device)
+        model = nn.Transformer(**SIZES, **KINDS[kind], dropout=0.1).to(device)
         optimizer = optim.AdamW(model.parameters(), lr=1e-2)
         losses[device] = []
         for batch in ids:
@@ -116,6 +121,22 @@ def test_a_training_run_equals_the_cpus_and_never_waits(config):
                 optimizer.step()
             losses[device].append(loss.item())
     np.testing.assert_allclose(losses["cuda"], losses["cpu"], rtol=2e-5)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_generation_equals_the_cpus(kind):
+    """Through the cache and past the context; prompts of unequal lengths; and an encoder-decoder with its beams."""
+    written = {}
+    for device in ("cpu", "cuda"):
+        mg.manual_seed(2)
+        model = nn.Transformer(**SIZES, **KINDS[kind]).to(device)
+        texts = [model.generate([[1, 2, 3], [4]], 6, temperature=0)]
+        if KINDS[kind].get("block") != "parallel":
+            pair = nn.EncoderDecoder(**SIZES, **KINDS[kind]).to(device)
+            texts.append(pair.generate([[3, 4, 5], [6]], 4, temperature=0))
+            texts.append([tokens for tokens, _ in pair.beam_search([[3, 4, 5], [6]], 4, beams=2)[0]])
+        written[device] = [[row.tolist() for row in rows] for rows in texts]
+    assert written["cpu"] == written["cuda"]
 
 
 @pytest.mark.parametrize("make", [lambda p: optim.SGD(p, momentum=0.9), optim.Adam, optim.Lion, optim.Muon])

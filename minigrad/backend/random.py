@@ -96,6 +96,11 @@ class Stream:
             keys.append(key)
         return key
 
+    @property
+    def noted(self) -> bool:
+        """Whether this thread's keys are noted or replayed now: it runs inside a checkpoint."""
+        return bool(self._here.notes) or self._here.replay is not None
+
     @contextmanager
     def noting(self) -> Iterator[list[Key]]:
         """A list of the keys this thread draws inside."""

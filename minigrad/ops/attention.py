@@ -76,7 +76,13 @@ def _integers(op, x):
 
 def _composition(q, k, v, mask=None, bias=None, sinks=None, /, scale=1.0, causal=False, query_offset=0, window=None,
                  softcap=None, kv_head=None, dropout=None, refuse_empty_rows=False):
-    """Every line of A.10 as a node. kv_head: for each query head its key/value head g(r) (A.10.5), or None."""
+    """A = softmax(scale q k^T) over the visible set, y = A v  (A.10.1 to A.10.3);  with G_A = ct v^T  (A.10.6),
+    G_S = A (G_A - sum A G_A)  (A.10.7),  ct_q = scale G_S k  (A.10.8),  ct_k = scale G_S^T q  (A.10.9),
+    ct_v = A^T ct  (A.10.5),  ct_bias = G_S,  ct_sinks = -sum a (sum A G_A), a the sink's weight in its row
+
+    kv_head: for each query head r its key/value head g(r) (section 5 of A.10), or None; ct_k and ct_v sum over the
+    heads that share. softcap c: scores S become c tanh(S / c), and G_S takes the factor 1 - tanh(S / c)^2.
+    """
     if kv_head is not None:
         k, v = take(k, np.array(kv_head), axis=-3), take(v, np.array(kv_head), axis=-3)
     scores = (q @ swapaxes(k, -1, -2)) * scale           # (A.10.1)

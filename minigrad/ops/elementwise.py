@@ -23,26 +23,26 @@ def _errors(name: str, rows: list) -> list:
 
 @primitive(broadcasts=True, samples=_errors("add", _pair), rules=[lambda ct: ct, lambda ct: ct])
 def add(a, b, /):
-    """a + b"""
+    """a + b;  ct_a = ct,  ct_b = ct"""
     return a + b
 
 
 @primitive(broadcasts=True, samples=_errors("subtract", _pair), rules=[lambda ct: ct, lambda ct: -ct])
 def subtract(a, b, /):
-    """a - b"""
+    """a - b;  ct_a = ct,  ct_b = -ct"""
     return a - b
 
 
 @primitive(broadcasts=True, samples=_errors("multiply", _pair), rules=[lambda ct, b: ct * b, lambda ct, a: ct * a])
 def multiply(a, b, /):
-    """a b"""
+    """a b;  ct_a = ct b,  ct_b = ct a"""
     return a * b
 
 
 @primitive(broadcasts=True, rules=[lambda ct, b: ct / b, lambda ct, b, y: -(ct * y) / b],
            samples=[sample((2, 3), (2, 3), low=0.5), sample((2, 1), (1, 3), low=0.5), sample(2.0, (3,), low=0.5)])
 def divide(a, b, /):
-    """a / b;  ct_b = -ct y / b"""
+    """a / b;  ct_a = ct / b,  ct_b = -ct y / b"""
     return a / b
 
 
@@ -62,55 +62,55 @@ def power(a, b, /):
 
 @primitive(samples=[sample((2, 3)), sample(()), sample((0,))], rules=[lambda ct: -ct])
 def negative(x, /):
-    """-x"""
+    """-x;  ct_x = -ct"""
     return -x
 
 
 @primitive(samples=[sample((2, 3)), sample(())], rules=[lambda ct, y: ct * y])
 def exp(x, /):
-    """e^x"""
+    """e^x;  ct_x = ct y"""
     return xp(x).exp(x)
 
 
 @primitive(samples=[sample((2, 3), low=0.2)], rules=[lambda ct, x: ct / x])
 def log(x, /):
-    """The natural logarithm."""
+    """log x, the natural logarithm;  ct_x = ct / x"""
     return xp(x).log(x)
 
 
 @primitive(samples=[sample((2, 3), low=-0.5)], rules=[lambda ct, x: ct / (1.0 + x)])
 def log1p(x, /):
-    """log(1 + x), accurate near 0"""
+    """log(1 + x), accurate near 0;  ct_x = ct / (1 + x)"""
     return xp(x).log1p(x)
 
 
 @primitive(samples=[sample((2, 3))], rules=[lambda ct, y: ct * (y + 1.0)])
 def expm1(x, /):
-    """e^x - 1, accurate near 0"""
+    """e^x - 1, accurate near 0;  ct_x = ct (y + 1)"""
     return xp(x).expm1(x)
 
 
 @primitive(samples=[sample((2, 3), low=0.2)], rules=[lambda ct, y: ct * 0.5 / y])
 def sqrt(x, /):
-    """The square root; ct_x = ct / (2 y)"""
+    """sqrt x;  ct_x = ct / (2 y)"""
     return xp(x).sqrt(x)
 
 
 @primitive(samples=[sample((2, 3)), sample(())], rules=[lambda ct, x: 2.0 * x * ct])
 def square(x, /):
-    """x^2"""
+    """x^2;  ct_x = 2 x ct"""
     return x * x
 
 
 @primitive(samples=[sample((2, 3))], rules=[lambda ct, x: ct * cos(x)])
 def sin(x, /):
-    """sin x (radians)"""
+    """sin x (radians);  ct_x = ct cos x"""
     return xp(x).sin(x)
 
 
 @primitive(samples=[sample((2, 3))], rules=[lambda ct, x: -(ct * sin(x))])
 def cos(x, /):
-    """cos x (radians)"""
+    """cos x (radians);  ct_x = -ct sin x"""
     return xp(x).cos(x)
 
 
@@ -130,20 +130,20 @@ def sigmoid(x, /):
 
 @primitive(samples=[sample((2, 3))], rules=[lambda ct, x: ct * sigmoid(x)])
 def softplus(x, /):
-    """log(1 + e^x) = max(x, 0) + log1p(e^-|x|), which cannot overflow"""
+    """log(1 + e^x) = max(x, 0) + log1p(e^-|x|), which cannot overflow;  ct_x = ct sigmoid(x)"""
     m = xp(x)
     return m.maximum(x, 0) + m.log1p(m.exp(-m.abs(x)))
 
 
 @primitive(samples=[sample((2, 3)), sample((0,))], rules=[lambda ct, y: where(y > 0, ct, 0.0)])
 def relu(x, /):
-    """max(x, 0); the gradient at 0 is 0"""
+    """max(x, 0);  ct_x = ct where y > 0, else 0"""
     return xp(x).maximum(x, 0)
 
 
 @primitive(samples=[sample((2, 3))], rules=[lambda ct, x: ct * (2.0 / math.sqrt(math.pi)) * exp(-(x * x))])
 def erf(x, /):
-    """2/sqrt(pi) times the integral of e^(-t^2) from 0 to x"""
+    """2/sqrt(pi) times the integral of e^(-t^2) from 0 to x;  ct_x = ct 2/sqrt(pi) e^(-x^2)"""
     return promoted(_numpy.erf)(np.asarray(x)) if xp(x) is np else cupyx_special().erf(x)
 
 
@@ -161,8 +161,11 @@ def _check_approximate(approximate):
                     sample((2,), approximate="sigmoid", error='approximate is "none" or "tanh"')],
            kernels={"numpy": (_gelu, _numpy.gelu_backward)})
 def gelu(x, /, approximate="none"):
-    """x Phi(x) = x (1 + erf(x / sqrt 2)) / 2, or with approximate="tanh" x (1 + tanh(sqrt(2/pi)(x + 0.044715 x^3))) / 2
-    (Hendrycks and Gimpel, 2016)"""
+    """x Phi(x) = x (1 + erf(x / sqrt 2)) / 2;  ct_x = ct (Phi(x) + x phi(x)), with phi = Phi' the normal density
+
+    With approximate="tanh" x (1 + tanh(sqrt(2/pi)(x + 0.044715 x^3))) / 2 and the derivative of that (Hendrycks and
+    Gimpel, 2016).
+    """
     _check_approximate(approximate)
     if approximate == "tanh":
         return 0.5 * x * (1.0 + tanh(math.sqrt(2.0 / math.pi) * (x + 0.044715 * x * x * x)))
@@ -172,33 +175,35 @@ def gelu(x, /, approximate="none"):
 @primitive(samples=[sample((2, 3)), sample(()), sample((0, 2))],
            kernels={"numpy": (promoted(_numpy.silu), _numpy.silu_backward)})
 def silu(x, /):
-    """x sigmoid(x), also called swish (Elfwing et al., 2017)"""
+    """x s, s = sigmoid(x), also called swish (Elfwing et al., 2017);  ct_x = ct s (1 + x (1 - s))"""
     return x * sigmoid(x)
 
 
 @primitive(samples=[sample((2, 3))], rules=[None])
 def sign(x, /):
-    """-1, 0 or 1; no gradient"""
+    """-1, 0 or 1, as x is below, at or above 0;  no gradient"""
     return xp(x).sign(x)
 
 
 @primitive(samples=[sample((2, 3)), sample(())], rules=[lambda ct, x: where(x > 0, ct, where(x < 0, -ct, 0.0))])
 def abs_(x, /):
-    """|x|; the gradient at 0 is 0"""
+    """|x|;  ct_x = ct sign x, 0 at 0"""
     return xp(x).abs(x)
 
 
 @primitive(broadcasts=True, samples=_errors("maximum", _pair),
            rules=[lambda ct, a, b: _share(ct, a > b, a == b), lambda ct, a, b: _share(ct, b > a, a == b)])
 def maximum(a, b, /):
-    """The larger of a and b, elementwise; at a tie the gradient is shared equally"""
+    """max(a, b), elementwise;  ct_a = ct where a > b, ct / 2 where a = b, else 0,
+    ct_b = ct where b > a, ct / 2 where a = b, else 0"""
     return _either("maximum", a, b)
 
 
 @primitive(broadcasts=True, samples=_errors("minimum", _pair),
            rules=[lambda ct, a, b: _share(ct, a < b, a == b), lambda ct, a, b: _share(ct, b < a, a == b)])
 def minimum(a, b, /):
-    """The smaller of a and b, elementwise; at a tie the gradient is shared equally"""
+    """min(a, b), elementwise;  ct_a = ct where a < b, ct / 2 where a = b, else 0,
+    ct_b = ct where b < a, ct / 2 where a = b, else 0"""
     return _either("minimum", a, b)
 
 
@@ -225,7 +230,8 @@ def _inside(x, low, high):
                   lambda ct, x, low, high: where(
                       x > high if low is None else logical_or(x > high, low > high), ct, 0.0)])
 def _clip(x, low=None, high=None, /):
-    """min(max(x, low), high): high, if low is above it"""
+    """min(max(x, low), high);  ct_x = ct where low <= x <= high, else 0,
+    ct_low = ct where x < low <= high, else 0,  ct_high = ct where x > high or low > high, else 0"""
     x = x if low is None else _either("maximum", x, low)
     return _either("minimum", x, high) if high is not None else x + 0
 
@@ -241,7 +247,7 @@ def clip(x, low=None, high=None, *, min=None, max=None):
            rules=[None, lambda ct, condition: _where(condition, ct, 0.0),
                   lambda ct, condition: _where(condition, 0.0, ct)])
 def _where(condition, a, b, /):
-    """a where the condition holds, else b"""
+    """a where the condition holds, else b;  ct_a = ct where it holds, else 0,  ct_b = ct where not, else 0"""
     return xp(condition).where(condition, a, b)
 
 
@@ -286,7 +292,7 @@ def number(op, name, x, kind=float):
 def _comparison(name: str, symbol: str):
     def compare(a, b, /):
         return _either(name, a, b)
-    compare.__name__, compare.__doc__ = name, f"a {symbol} b, elementwise: bool, no gradient"
+    compare.__name__, compare.__doc__ = name, f"a {symbol} b, elementwise: bool;  no gradient"
     return primitive(compare, broadcasts=True, samples=[sample((2, 3), (3,)), sample((2,), 0.5)])
 
 
@@ -298,11 +304,11 @@ logical_and, logical_or = _comparison("logical_and", "and"), _comparison("logica
 
 @primitive(samples=[sample((2, 3))])
 def logical_not(x, /):
-    """not x: bool, no gradient"""
+    """not x: bool;  no gradient"""
     return xp(x).logical_not(x)
 
 
 @primitive(samples=[sample((2, 3))])
 def isfinite(x, /):
-    """True where x is neither NaN nor infinite"""
+    """True where x is neither NaN nor infinite;  no gradient"""
     return xp(x).isfinite(x)

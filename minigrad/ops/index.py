@@ -40,7 +40,7 @@ def _scatter(ct, ids, table_shape):
            samples=[sample((5, 3), ids=np.array([[0, 4], [4, 2]])), sample((4, 2), ids=np.array(1)),
                     sample((4, 2), ids=np.zeros((0, 2), int))])
 def _embedding(table, /, ids):
-    """table[ids]; ct_table sums ct over equal ids"""
+    """table[ids];  ct_table = zeros with ct added at ids: the sum of ct over equal ids"""
     return getitem(table, ids)
 
 

@@ -44,9 +44,9 @@ def _matmul_rule_b(ct, a, b_shape):
                     sample((2, 3, 4), (5, 6), error="[matmul] inner sizes differ: a (2, 3, 4) @ b (5, 6)"),
                     sample((), (2,), error="[matmul] both sides need at least one axis")])
 def matmul(a, b, /):
-    """a @ b: (*S, n, k) @ (*S, k, m) -> (*S, n, m), leading axes broadcast; a vector stands for a row or a column.
+    """a @ b;  ct_a = ct b^T,  ct_b = a^T ct
 
-    ct_a = ct b^T,  ct_b = a^T ct
+    (*S, n, k) @ (*S, k, m) -> (*S, n, m), leading axes broadcast; a vector stands for a row or a column.
     """
     if not np.ndim(a) or not np.ndim(b):
         raise ValueError(f"[matmul] both sides need at least one axis: a {np.shape(a)} @ b {np.shape(b)}")
@@ -68,9 +68,9 @@ def _linear_rule_w(ct, x):
                                 sample((2, 3), (4, 3), error="[linear] w is stored (d_in, d_out) and x ends in d_in")],
            rules=[_linear_rule_x, _linear_rule_w, lambda ct: ct.sum(axis=tuple(range(ct.ndim - 1)))])
 def linear(x, w, b=None, /):
-    """y = x w + b: x (*S, d_in), w (d_in, d_out), b (d_out,) -> (*S, d_out)  (A.10.10)
+    """y = x w + b  (A.10.10);  ct_x = ct w^T  (A.10.11),  ct_w = x^T ct  (A.10.11),  ct_b = the sum of ct over (*S)
 
-    ct_x = ct w^T,  ct_w = x^T ct  (A.10.11),  ct_b = the sum of ct over (*S)
+    x (*S, d_in), w (d_in, d_out), b (d_out,) -> (*S, d_out).
     """
     if np.ndim(w) != 2 or np.shape(x)[-1:] != w.shape[:1] or (b is not None and np.shape(b) != w.shape[1:]):
         raise ValueError(f"[linear] w is stored (d_in, d_out) and x ends in d_in: x {np.shape(x)}, w {np.shape(w)}"
@@ -134,7 +134,8 @@ def _einsum_rule(ct, operands, shapes, needs, terms, out):
                     sample((2, 3), (3, 2), (2,), terms=("ij", "ji", "i"), out=""),
                     sample((2, 3), terms=("ij",), out="ji")])
 def _einsum(*operands, terms, out):
-    """sum of products: operand i has the letters terms[i], the result those of out"""
+    """sum of products: operand i has the letters terms[i], the result those of out;  ct_operands = the einsum of ct
+    with the other operands, onto the operand's letters"""
     return xp(operands[0]).einsum(",".join(terms) + "->" + out, *operands, optimize=len(operands) > 1)
 
 

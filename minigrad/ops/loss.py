@@ -20,9 +20,10 @@ _targets = np.array([2, 0, -100])
            samples=[sample((3, 4), targets=_targets), sample((3, 4), targets=_targets, label_smoothing=0.1),
                     sample((3, 4), targets=np.array([1, 0, 3]), ignore_index=0)])
 def _cross_entropy(logits, /, targets, ignore_index=-100, label_smoothing=0.0):
-    """Loss of each row: logits (N, V), targets (N,) -> (N,); 0 for an ignored one.
+    """-log p_t = lse - z_t, p = softmax(z);  ct_logits = ct (p - onehot(t)), 0 for an ignored row
 
-    -(1 - e) log p_t - e/V sum_v log p_v = lse - (1 - e) z_t - e mean z, with e the smoothing.
+    Logits z (N, V), targets t (N,) -> (N,), lse = log sum e^z. With smoothing e: -(1 - e) log p_t - e/V sum_v log p_v
+    = lse - (1 - e) z_t - e mean z, and (1 - e) onehot(t) + e/V in place of onehot(t).
     """
     keep = targets != ignore_index
     picked = getitem(logits, (xp(targets).arange(len(targets)), where(keep, targets, 0)))

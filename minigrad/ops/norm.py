@@ -33,8 +33,11 @@ def _rms_norm(x, weight, eps):
                     sample((3,)), sample((0, 4), (4,), (4,)),
                     sample((2, 3), (2,), error="[layer_norm] weight and bias are (C,)")])
 def layer_norm(x, weight=None, bias=None, /, eps=1e-5):
-    """y = (x - mean) / sqrt(var + eps) * weight + bias over the last axis: x (*S, C), weight and bias (C,); var is
-    biased (Ba, Kiros and Hinton, 2016)"""
+    """y = h weight + bias, h = (x - mean) r, r = 1 / sqrt(var + eps);  with g = ct weight,
+    ct_x = r (g - mean g - h mean(g h)),  ct_weight = sum ct h,  ct_bias = sum ct
+
+    Mean and (biased) variance over the last axis: x (*S, C), weight and bias (C,) (Ba, Kiros and Hinton, 2016).
+    """
     _check("layer_norm", x, weight, bias)
     centred = x - x.mean(axis=-1, keepdims=True)
     y = centred / ((centred * centred).mean(axis=-1, keepdims=True) + eps) ** 0.5
@@ -46,7 +49,11 @@ def layer_norm(x, weight=None, bias=None, /, eps=1e-5):
            samples=[sample((2, 3)), sample((2, 5, 4), (4,)), sample((3,)), sample((0, 4), (4,)),
                     sample((2, 3), (2,), error="[rms_norm] weight and bias are (C,)")])
 def rms_norm(x, weight=None, /, eps=1e-6):
-    """y = x / sqrt(mean x^2 + eps) * weight over the last axis: x (*S, C), weight (C,) (Zhang and Sennrich, 2019)"""
+    """y = h weight, h = x r, r = 1 / sqrt(mean x^2 + eps);  with g = ct weight,
+    ct_x = r (g - h mean(g h)),  ct_weight = sum ct h
+
+    Over the last axis: x (*S, C), weight (C,) (Zhang and Sennrich, 2019).
+    """
     _check("rms_norm", x, weight)
     y = x / ((x * x).mean(axis=-1, keepdims=True) + eps) ** 0.5
     return y if weight is None else y * weight

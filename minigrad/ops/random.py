@@ -14,7 +14,7 @@ from minigrad.tape import _raw, primitive, sample
                                 sample((0, 2), p=0.5, key=Key((7, 2)))],
            rules=[lambda ct, p, key: _dropout(ct, p=p, key=key)])
 def _dropout(x, /, p, key):
-    """x keep / (1 - p); linear in x, so the cotangent takes the same path with the same bits."""
+    """x keep / (1 - p);  ct_x = ct keep / (1 - p), by the same bits"""
     raw = _raw(x)
     m = xp(raw)
     keep = key.flat(raw.size, m).reshape(raw.shape) >= m.uint32(drop_below(p))

@@ -36,14 +36,20 @@ def _count(shape, axis) -> int:
 @primitive(samples=[*_rows, sample((0, 3), axis=0)],
            rules=[lambda ct, x_shape, axis, keepdims: _spread(ct, x_shape, axis, keepdims)])
 def sum_(x, /, axis=None, keepdims=False):
-    """The sum over `axis`, in x's dtype (bool and small integers in 64 bits, as NumPy's)."""
+    """sum x over `axis`;  ct_x = ct, repeated over `axis`
+
+    In x's dtype (bool and small integers in 64 bits, as NumPy's).
+    """
     return x.sum(axis=axis, keepdims=keepdims)
 
 
 @primitive(samples=_rows, rules=[lambda ct, x_shape, axis, keepdims:
                                  _spread(ct * (1.0 / max(1, _count(x_shape, axis))), x_shape, axis, keepdims)])
 def mean(x, /, axis=None, keepdims=False):
-    """The mean over `axis`; of nothing it is NaN, as NumPy has it."""
+    """sum x / n over the n elements of `axis`;  ct_x = ct / n, repeated over `axis`
+
+    Of nothing it is NaN, as NumPy has it.
+    """
     return x.mean(axis=axis, keepdims=keepdims)
 
 
@@ -67,13 +73,13 @@ def _extreme_rule(ct, x, y, axis, keepdims):
 
 @primitive(samples=_rows, rules=[_extreme_rule])
 def max_(x, /, axis=None, keepdims=False):
-    """The largest element over `axis`; tied elements share the gradient equally."""
+    """max x over `axis`;  ct_x = ct / (number of ties) where x = y, else 0"""
     return x.max(axis=axis, keepdims=keepdims)
 
 
 @primitive(samples=_rows, rules=[_extreme_rule])
 def min_(x, /, axis=None, keepdims=False):
-    """The smallest element over `axis`; tied elements share the gradient equally."""
+    """min x over `axis`;  ct_x = ct / (number of ties) where x = y, else 0"""
     return x.min(axis=axis, keepdims=keepdims)
 
 
@@ -84,7 +90,7 @@ def _finite(y):
 @primitive(samples=_rows, rules=[lambda ct, x, y, axis, keepdims: _keep(ct, x.shape, axis, keepdims)
                                  * exp(x - _finite(_keep(y, x.shape, axis, keepdims)))])
 def logsumexp(x, /, axis=None, keepdims=False):
-    """log sum e^x = m + log sum e^(x - m) with m = max x;  ct_x = ct e^(x - y). A row of -inf: -inf, gradient 0."""
+    """log sum e^x = m + log sum e^(x - m) with m = max x;  ct_x = ct e^(x - y); a row of -inf gives -inf, gradient 0"""
     m = xp(x)
     top = (x.max if x.size else x.sum)(axis=axis, keepdims=True)  # nothing has no maximum, but a sum of 0
     top = m.where(m.isfinite(top), top, m.zeros_like(top))
@@ -96,31 +102,31 @@ def logsumexp(x, /, axis=None, keepdims=False):
 @primitive(samples=[sample((2, 3), axis=1), sample((4,), axis=0), sample((2, 3, 2), axis=-2), sample((2, 3))],
            rules=[lambda ct, x_shape, axis: flip(cumsum(flip(ct, axis=axis), axis=axis), axis=axis).reshape(x_shape)])
 def cumsum(x, /, axis=None):
-    """Running sums along `axis` (of the flattened x without one); the cotangent's running sums from the other end"""
+    """y_i = sum x_j for j <= i along `axis` (of the flattened x without one);  ct_x = at j, sum ct_i for i >= j"""
     return xp(x).cumsum(x, axis=axis)
 
 
 @primitive(samples=[sample((2, 3)), sample((2, 3), axis=1), sample((2, 3), axis=1, keepdims=True)])
 def argmax(x, /, axis=None, keepdims=False):
-    """The index of the first largest element (int64); no gradient"""
+    """The index of the first largest element (int64);  no gradient"""
     return xp(x).argmax(x, axis=axis, keepdims=keepdims)
 
 
 @primitive(samples=[sample((2, 3)), sample((2, 3), axis=1)])
 def argmin(x, /, axis=None, keepdims=False):
-    """The index of the first smallest element (int64); no gradient"""
+    """The index of the first smallest element (int64);  no gradient"""
     return xp(x).argmin(x, axis=axis, keepdims=keepdims)
 
 
 @primitive(samples=[sample((2, 3)), sample((2, 3), axis=1)])
 def any_(x, /, axis=None, keepdims=False):
-    """True if any element is nonzero; no gradient"""
+    """True if any element is nonzero;  no gradient"""
     return x.any(axis=axis, keepdims=keepdims)
 
 
 @primitive(samples=[sample((2, 3)), sample((2, 3), axis=1)])
 def all_(x, /, axis=None, keepdims=False):
-    """True if all elements are nonzero; no gradient"""
+    """True if all elements are nonzero;  no gradient"""
     return x.all(axis=axis, keepdims=keepdims)
 
 

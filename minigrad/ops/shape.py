@@ -35,7 +35,10 @@ def broadcasts(shape, to):
                                sample((2, 3), shape=(4, 2), error="[reshape]"), sample((0, 3), shape=(3, 0))],
            rules=[lambda ct, x_shape: ct.reshape(x_shape)])
 def reshape(x, /, shape):
-    """The same elements in row-major order in another shape; one length may be -1"""
+    """x in another shape;  ct_x = ct in x's shape
+
+    The elements keep their row-major order; one length may be -1.
+    """
     return x.reshape(shape)
 
 
@@ -44,7 +47,10 @@ def reshape(x, /, shape):
            rules=[lambda ct, axes: transpose(ct, None if axes is None else tuple(
                int(i) for i in np.argsort([a % len(axes) for a in axes])))])
 def transpose(x, /, axes=None):
-    """Axes permuted (reversed without `axes`); the cotangent takes the inverse permutation (A.10.5)"""
+    """x permuted;  ct_x = ct by the inverse permutation (section 5 of A.10)
+
+    Its axes in the order of `axes`, reversed without.
+    """
     return x.transpose(axes) if axes is not None else x.transpose()
 
 
@@ -68,7 +74,7 @@ def moveaxis(x, source, destination):
            samples=[sample((3,), shape=(2, 3)), sample((2, 1), shape=(4, 2, 3)), sample((), shape=(2,)),
                     sample((2, 3), shape=(2, 4), error="[broadcast_to]")])
 def broadcast_to(x, /, shape):
-    """x repeated, without copying, to a shape it broadcasts to; the engine sums the cotangent back"""
+    """x repeated, without copying, to a shape it broadcasts to;  ct_x = ct, which the engine sums back"""
     return xp(x).broadcast_to(x, shape)
 
 
@@ -102,7 +108,7 @@ def _concatenate_rule(ct, shapes, needs, axis):
 @primitive(rule=_concatenate_rule, samples=[sample((2, 3), (1, 3), axis=0), sample((2, 1), (2, 3), (2, 0), axis=-1),
                                             sample((2, 3), (2,), axis=0, error="[concatenate]")])
 def _concatenate(*xs, axis):
-    """xs one after another along axis; the cotangent is cut where they meet"""
+    """xs one after another along `axis`;  ct_xs = ct, cut where they meet"""
     return xp(xs[0]).concatenate(xs, axis=axis)
 
 
@@ -146,7 +152,7 @@ def _unpad(ct, width):
 @primitive(rules=[_unpad], samples=[sample((2, 3), width=((1, 0), (0, 2))),
                                     sample((2, 3), width=((0, 0), (1, 1)), constant_values=5.0)])
 def _pad(x, /, width, constant_values=0.0):
-    """x with a border of constants; the cotangent is cut back"""
+    """x with a border of constants;  ct_x = ct without the border"""
     return xp(x).pad(x, width, constant_values=constant_values)
 
 
@@ -166,7 +172,7 @@ def pad(x, width, constant_values=0.0):
 @primitive(view=True, samples=[sample((2, 3)), sample((2, 3), axis=1), sample((2, 3), axis=(0, -1))],
            rules=[lambda ct, axis: flip(ct, axis=axis)])
 def flip(x, /, axis=None):
-    """Elements in reverse order along `axis` (all axes by default)"""
+    """x in reverse order along `axis` (all axes by default);  ct_x = ct in reverse order"""
     return xp(x).flip(x, axis=axis)
 
 
@@ -203,7 +209,7 @@ def _getitem_rule(ct, x_shape, key):
                     sample((3,), key=np.array([True, False, True])), sample((3, 4), key=3, error="[getitem]"),
                     sample((3, 4), key=np.array([0, 5]), error="[getitem]")])
 def _getitem(x, /, key):
-    """x[key]; the cotangent is placed where the elements came from, and added where one was taken twice"""
+    """x[key];  ct_x = zeros, with ct added at key"""
     return x[key]
 
 
@@ -215,7 +221,7 @@ def getitem(x, key):
 @primitive(broadcasts=True, rules=[lambda ct, key: _getitem(ct, key=key)],
            samples=[sample((4,), shape=(3, 4), key=1), sample((2, 2, 4), shape=(3, 4), key=_ids)])
 def _place(ct, /, shape, key):
-    """The adjoint of getitem: zeros of `shape` with ct added at key"""
+    """zeros of `shape` with the argument added at key, the adjoint of getitem;  ct_ct = ct[key]"""
     z = xp(ct).zeros(shape, ct.dtype)
     if _is_basic(key):
         z[key] = ct

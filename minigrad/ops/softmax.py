@@ -28,7 +28,7 @@ def _along(op, kernel):
 @primitive(kernels={"numpy": (_along("softmax", _numpy.softmax), _numpy.softmax_backward)},
            rules=[_softmax_rule], samples=_rows)
 def softmax(x, /, axis=-1):
-    """y = e^x / sum e^x along `axis`;  ct_x = y (ct - sum ct y), whose sum is 0 (A.10.7)"""
+    """y = e^x / sum e^x along `axis`  (A.10.2);  ct_x = y (ct - sum ct y), whose sum is 0  (A.10.7)"""
     return exp(x - logsumexp(x, axis=axis_of("softmax", axis, x.shape), keepdims=True))
 
 
@@ -48,7 +48,10 @@ _seen = np.array([[True, False, True], [True, True, True]])
            samples=[sample((2, 3), _seen), sample((2, 3), None), sample((4, 2, 3), _seen),
                     sample((2, 3), _seen, axis=0), sample((2, 3), np.array([[False], [True]]))])
 def _masked_softmax(scores, visible=None, /, axis=-1):
-    """A row that sees nothing gives zeros; one that sees a NaN or +inf gives NaN, which must show."""
+    """y = e^x / sum e^x over the visible keys, 0 elsewhere  (A.10.2);  ct_scores = y (ct - sum ct y)  (A.10.7)
+
+    A row that sees nothing gives zeros; one that sees a NaN or +inf gives NaN, which must show.
+    """
     hidden = scores if visible is None else where(visible, scores, -np.inf)
     shift = logsumexp(hidden, axis=axis, keepdims=True)
     return exp(hidden - where(shift == -np.inf, 0.0, where(shift < np.inf, shift, np.nan)))
