@@ -93,7 +93,7 @@ def composed() -> contextlib.AbstractContextManager[None]:
 
 
 class Watcher:
-    """What may look on while a `with` block runs (see `study/watch.py`); changes nothing and, unused, costs nothing."""
+    """What may look on while a `with` block runs (see `study/tape.py`); changes nothing and, unused, costs nothing."""
 
     def __enter__(self) -> Any:
         if any(w is self for w in _state.watchers):

@@ -50,7 +50,8 @@ rules = {
 #
 #     <ct, f(x + h v) - f(x - h v)> / 2h     with     <ct_x, v>.
 #
-# One random direction suffices to find a wrong rule: it would have to be wrong only across that very direction.
+# One random direction suffices to find a wrong rule: to escape, its error would have to be at right angles to v.
+
 
 def both_sides(f, rule, x, h=1e-5):
     v, ct = rng.standard_normal(x.shape), rng.standard_normal(np.shape(f(x)))

@@ -101,8 +101,7 @@ w, b = (mg.tensor(np.ones(width), requires_grad=True) for _ in range(2))
 for name, way in (("composed", mg.composed()), ("fused", contextlib.nullcontext())):
     with way, mg.Tape() as tape:
         F.layer_norm(big, w, b)
-    arrays = [a for node in tape for a in (*node.arrays, node.y, *node.residuals) if isinstance(a, np.ndarray)]
-    kept = sum({id(a): a.nbytes for a in arrays}.values())               # an array that two nodes keep lies there once
+    kept = sum({id(a): a.nbytes for node in tape for a in node.kept}.values())       # what two nodes keep counts once
     print(f"\n{name:9}{len(tape)} node{'s' * (len(tape) > 1)}, keeping {kept / big.nbytes:.2f} times the size of x")
     print(f"         {', '.join(node.name for node in tape)}")
 

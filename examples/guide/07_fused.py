@@ -43,17 +43,11 @@ ops = {
 }
 
 
-def arrays_of(node):
-    """What a node keeps, as arrays."""
-    for kept in (*node.arrays, node.y, *node.residuals):
-        yield from (a for a in (kept if isinstance(kept, tuple) else (kept,)) if isinstance(a, np.ndarray))
-
-
 def measured(op):
     """(gradients, nodes, bytes kept); an array that several nodes keep is counted once."""
     with mg.Tape() as tape:
         y = op()
-    size = sum({id(a): a.nbytes for node in tape for a in arrays_of(node)}.values())
+    size = sum({id(a): a.nbytes for node in tape for a in node.kept}.values())
     return mg.gradients((y * y).sum(), leaves), len(tape), size
 
 

@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 
 from minigrad.backend.device import is_array, to_host, xp
-from minigrad.study.watch import Modules, caller
+from minigrad.study.tape import Modules, caller
 from minigrad.tape import Node, Part, Tensor, _raw, describe
 
 

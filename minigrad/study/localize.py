@@ -12,7 +12,7 @@ from minigrad.backend.device import is_array, to_host
 from minigrad.backend.random import get_rng_state, set_rng_state
 from minigrad.study.check import Line, direction, dot, is_float, moved, relative
 from minigrad.study.modules import ModuleWatcher
-from minigrad.study.watch import caller
+from minigrad.study.tape import caller
 from minigrad.tape import Tensor, _raw, _set, gradients, no_grad
 
 

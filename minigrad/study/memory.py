@@ -10,7 +10,7 @@ import numpy as np
 
 from minigrad.backend.device import CPU, root
 from minigrad.study.modules import OUTSIDE, ModuleWatcher
-from minigrad.study.watch import caller
+from minigrad.study.tape import caller
 from minigrad.tape import Node, Tensor
 
 

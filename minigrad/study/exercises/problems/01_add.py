@@ -9,8 +9,9 @@ the loss changes by
 
     dL = <ct, dy>.                                                                                   (1)
 
-A *rule* (a vjp) answers: if instead an argument x changes by dx, what is the array ct_x with dL = <ct_x, dx>?
-There is one recipe for every function:
+Now let y = f(x), and let x change by dx. Then y changes by some dy, and L by <ct, dy>. The *rule* of f (its vjp) says
+which array ct_x makes this <ct_x, dx>, whatever dx is: ct_x is dL/dx, the cotangent of x. There is one recipe for every
+function:
 
     1. write dy in terms of dx;
     2. put it into (1);

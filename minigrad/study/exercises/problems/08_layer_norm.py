@@ -13,7 +13,7 @@ x:       let g = ct * weight, the cotangent of xhat, so that dL = <g, dxhat>. Wi
     1. xhat changes because x does, because the mean does, and because rstd does:
            d mean = avg(dx)
            d var  = 2 avg((x - mean) dx)
-           d rstd = -rstd^3/2 d var = -rstd^2 avg(xhat dx)
+           d rstd = -(1/2) rstd^3 d var = -rstd^2 avg(xhat dx)
            dxhat  = rstd dx  -  rstd avg(dx)  -  rstd xhat avg(xhat dx)
     2. dL = <g, dxhat>.
     3. Move each average to the other side of <,>:   <g, avg(dx)> = <avg(g), dx>,
