@@ -183,6 +183,39 @@ def test_cache_errors():
     assert model.generate(np.zeros((1, 3), int), 5, use_cache=False).shape == (1, 8)
 
 
+def test_a_cache_takes_no_wrong_rows_dtypes_or_slots():
+    """Each of these went through without a word: rows as a mask, keys cast, keys written past the capacity."""
+    model = nn.Transformer(**SIZES).eval()
+    with mg.no_grad():
+        cache = model.cache(2, pad=np.array([1, 0], np.uint64))      # unsigned less signed would be a float
+        model(np.ones((2, 3), int), cache=cache)
+        assert cache.positions(1).dtype == np.int64
+        for rows in ([True, False], [1.0, 0.0], [0, 2], [-1], [[0, 1]], 1):
+            with pytest.raises((TypeError, ValueError, IndexError), match=r"\[KVCache.reorder\]"):
+                cache.reorder(rows)
+        with pytest.raises(TypeError, match=r"\[KVCache.truncate\] length is an integer: got 1.5"):
+            cache.truncate(1.5)
+        with pytest.raises(IndexError, match=r"\[KVCache\] layers are 0 to 1: got 2"):
+            cache[2]
+        model.to(mg.float64)
+        with pytest.raises(ValueError, match=r"holds keys of float32 on cpu: got float64 on cpu; make a new cache"):
+            model(np.ones((2, 1), int), cache=cache)
+        with pytest.raises(TypeError, match=r"\[Transformer\] cache is a KVCache, from model.cache\(batch\): got True"):
+            model(np.ones((2, 1), int), cache=True)
+        # without a model around it, the fifth key of four slots was lost, and the query attended to the wrong ones
+        layer, cache = nn.MultiheadAttention(8, 2, causal=True), nn.KVCache(1, 2, capacity=4)
+        layer(mg.randn(2, 4, 8), cache=cache[0])
+        cache.advance(4)
+        with pytest.raises(ValueError, match=r"full: 4 of 4 slots are taken and 1 more"):
+            layer(mg.randn(2, 1, 8), cache=cache[0])
+        with pytest.raises(ValueError, match=r"\[KVCache\] holds 2 rows: got a batch of 3"):
+            layer(mg.randn(3, 1, 8), cache=nn.KVCache(1, 2)[0])
+    with pytest.raises(ValueError, match="a window has at least the query's own slot: got 0"):
+        nn.KVCache(1, 2, window=0)
+    with pytest.raises(ValueError, match=r"\[EncoderDecoder.cache\] learned positions end at the context of 12"):
+        pair_of().cache(1, capacity=13)
+
+
 # -------------------------------------------------------------------------------------------------------- the choice
 
 
@@ -221,6 +254,28 @@ def test_draws_follow_the_distribution(choice, expected):
     assert (drawn[expected == 0] == 0).all()
 
 
+@pytest.mark.parametrize("row, message", [
+    ([-math.inf, -math.inf], "the largest logit of a row is finite: row 1 has -inf"),    # token 0 was "drawn"
+    ([0.0, math.inf], "the largest logit of a row is finite: row 1 has inf"),
+    ([0.0, math.nan], "the logits of row 1 hold a NaN"),
+])
+def test_logits_without_a_softmax_are_refused(row, message):
+    logits = np.array([[0.0, 1.0], row])
+    with pytest.raises(ValueError, match=rf"\[generate\] {message}"):
+        nn.Sampler()(logits, np.zeros((2, 2), bool))
+    model = nn.Transformer(**{**SIZES, "position": "rope"})
+    model.forward = lambda ids, cache: mg.tensor(np.broadcast_to(np.array(row), (len(ids), ids.shape[1], 2)))
+    with pytest.raises(ValueError, match=r"\[beam_search\] the l"):     # a NaN gave no beam at all, [[]]
+        nn.beam_search(model, [np.array([1])], 3, 2, 0, 0.6)
+
+
+def test_extreme_choices_do_not_overflow():
+    """Denormal temperatures and penalties at the edge of float64: the likeliest, and no warning."""
+    logits, seen = np.array([[3.0, 1.0, -1e308], [-5.0, -4.0, 1e308]]), np.ones((2, 3), bool)
+    assert nn.Sampler(temperature=1e-310)(logits, seen).tolist() == [0, 2]
+    assert nn.Sampler(repetition_penalty=1e-310)(logits[:, 1:], seen[:, 1:]).tolist() == [0, 1]
+
+
 def test_repetition_penalty():
     """Keskar's rule: positive logits of what was said are divided, negative ones multiplied: less likely both."""
     seen = np.array([True, False, True, False])
@@ -236,6 +291,8 @@ def test_repetition_penalty():
 
 @pytest.mark.parametrize("choice, message", [
     (dict(top_p=0), "top_p is above 0 and at most 1: got 0"),
+    (dict(top_k=True), "top_k is an integer of at least 1: got True"),
+    (dict(stop=["a", [1, 2]]), r"a stop is a token, 0 to 16, or a string: got \[1, 2\]"),
     (dict(top_p=1.1), "top_p is above 0 and at most 1: got 1.1"),
     (dict(min_p=-0.1), "min_p is in 0 to 1: got -0.1"), (dict(top_k=1.5), "top_k is an integer of at least 1: got 1.5"),
     (dict(temperature=math.inf), "temperature is at least 0: got inf"),
@@ -248,6 +305,16 @@ def test_repetition_penalty():
 def test_choices_that_are_refused(choice, message):
     with pytest.raises(ValueError, match=message):
         model_of("rope").generate(np.array([[1]]), 3, **choice)
+
+
+@pytest.mark.parametrize("choice, message", [
+    (dict(temperature=None), "temperature is a number: got None"), (dict(top_p="a"), "top_p is a number: got str"),
+    (dict(stop="a", tokenizer=object()), "a tokenizer has encode and decode: got object"),
+    (dict(ids=3), None), (dict(ids=np.array(3)), None), (dict(ids=[[1], [[2]]]), None), (dict(ids=[1, [2]]), None),
+])
+def test_what_is_no_choice_or_prompt_is_named(choice, message):
+    with pytest.raises((TypeError, ValueError), match=rf"\[generate\] {message or 'a prompt of at least one token'}"):
+        model_of("rope").generate(**{"ids": np.array([[1]]), "n": 3, **choice})
 
 
 def test_a_prompt_longer_than_the_context():
@@ -434,8 +501,30 @@ def test_one_beam_is_greedy_and_rows_do_not_disturb_each_other():
 @pytest.mark.parametrize("options, message", [
     (dict(n=0), "n is an integer of at least 1: got 0"), (dict(beams=0), "beams is an integer of at least 1: got 0"),
     (dict(length_penalty=-1.0), "length_penalty is at least 0"),
+    (dict(length_penalty=math.nan), "length_penalty is at least 0: got nan"),
     (dict(n=13), r"1 \+ 13 tokens do not fit the context of 12"),
 ])
 def test_beam_search_refuses(options, message):
     with pytest.raises(ValueError, match=message):
         pair_of().beam_search(sources(), **{"n": 3, **options})
+
+
+def test_one_beam_is_greedy_only_without_a_length_penalty():
+    """The end is likeliest at once (0.5), but the other token is certain ever after: log 0.4 over 20 is more."""
+    class Table:
+        def cache(self, batch):
+            return nn.KVCache(0, batch)
+
+        def __call__(self, ids, cache):
+            first, cache.length = cache.length == 0, cache.length + ids.shape[1]
+            return mg.tensor(np.log(np.tile([[[0.5, 0.4, 0.1] if first else [1e-9, 1.0, 1e-9]]], (len(ids), 1, 1))))
+
+    found = {penalty: nn.beam_search(Table(), [np.array([1])], 20, 1, 0, penalty)[0][0] for penalty in (0.0, 2.0)}
+    assert found[0.0][0].tolist() == [0] and found[2.0][0].tolist() == [1] * 20
+    np.testing.assert_allclose([found[0.0][1], found[2.0][1]], [np.log(0.5), np.log(0.4) / (25 / 6) ** 2], rtol=1e-6)
+
+
+@pytest.mark.parametrize("bad", [[], [[1], [1, 2]], [[]], [1, 2]])
+def test_beams_need_prompts_of_one_length(bad):
+    with pytest.raises(ValueError, match=r"\[beam_search\] prompts are rows of one length"):
+        nn.beam_search(model_of("rope"), bad, 3, 2, 0, 0.6)

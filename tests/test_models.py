@@ -1,5 +1,6 @@
 """Models by config: blocks against their formulas and PyTorch, padding on both sides, initial weights, the ledger."""
 
+import json
 import math
 import tracemalloc
 
@@ -115,7 +116,13 @@ def test_masks_of_both_kinds_join_position_biases():
 @pytest.mark.parametrize("fields, message", [
     (dict(block="sandwich"), "block is one of pre, post, parallel: got 'sandwich'"),
     (dict(init="zeros"), "init is one of gpt2, xavier, small, default: got 'zeros'"),
-    (dict(logit_softcap=0.0), "logit_softcap is positive: got 0.0"),
+    (dict(logit_softcap=0.0), "logit_softcap is finite and above 0: got 0.0"),
+    (dict(softcap=-1.0), "softcap is finite and above 0: got -1.0"),
+    (dict(position="rope", rope_base=0), "rope_base is finite and above 1: got 0"),      # was: no positions at all
+    (dict(d_head=0), "d_head is an integer of at least 1, or None: got 0"),              # was: the default
+    (dict(window=0), "window is an integer of at least 1, or None: got 0"),              # was: found by the first pass
+    (dict(window=True), "sizes are integers"), (dict(d_ff=True), "sizes are integers"),
+    (dict(n_experts=4, balance=math.nan), "balance is a finite number: got nan"),
     (dict(n_experts=4, mlp="none"), "a mixture of experts needs an mlp"),
     (dict(rope_scaling={"type": "linear", "factor": 2.0}), "rope_scaling is for rotary positions: got position"),
     (dict(position="rope", rope_scaling={"type": "cubic"}), "is one of default, linear"),
@@ -330,4 +337,67 @@ def test_an_encoder_decoder_has_a_ledger():
     model = nn.EncoderDecoder(**PAIR)
     ledger = model.summary()
     assert ledger.total["parameters"] == model.num_parameters()
+    # k and v of two attentions of each decoder layer, float32: the encoder's are used once and never held
+    assert ledger.total["cache"] == 2 * 2 * model.config.n_layers * model.config.d_model * 4
+    # as many target positions as source positions are computed: the head's product is that of one token for one
+    assert ledger.rows["(itself)"]["forward"] == 2 * model.config.d_model * model.config.vocab_size
     assert {"encoder.0.attention", "blocks.1.cross", "blocks.1.mlp"} <= set(ledger.rows)
+
+
+@pytest.mark.parametrize("tokens", [dict(batch=0), dict(tokens=0), dict(batch=-1), dict(tokens="a"), dict(batch=True)])
+@pytest.mark.parametrize("make", [lambda: nn.Transformer(**GPT), lambda: nn.EncoderDecoder(**PAIR)])
+def test_a_ledger_needs_a_token(make, tokens):
+    with pytest.raises(ValueError, match=r"\[summar(y|ize)\]|target is"):
+        make().summary(**tokens)
+
+
+def test_a_ledger_of_experts_leaves_no_graph():
+    """The routing of the example held its graph, so that the model could not even be moved."""
+    model = nn.Transformer(**GPT, n_experts=3)
+    model.summary()
+    assert all(block.mlp.routing is None for block in model.blocks)
+    model.to(mg.float64)
+
+
+@pytest.mark.parametrize("dtype", [mg.float16, mg.float64])
+@pytest.mark.parametrize("position", ["learned", "sinusoidal", "rope", "alibi", "t5"])
+def test_positions_leave_the_dtype(position, dtype):
+    """ALiBi's float32 constants made everything after the first attention of a float16 model float32."""
+    ids = np.array([[3, 4, 5]])
+    model = nn.Transformer(**{**GPT, "position": position}).to(dtype)
+    assert model(ids).dtype == dtype
+    assert nn.EncoderDecoder(**{**PAIR, "position": position}).to(dtype)(ids, ids).dtype == dtype
+
+
+@pytest.mark.parametrize("position", ["learned", "alibi", "t5"])
+def test_a_mask_of_ones_and_zeros_is_refused_with_a_bias_too(position):
+    """Where positions add a bias, integers were added to the scores: a hidden key weighed 1/e of a visible one."""
+    model, ids = nn.Transformer(**{**GPT, "position": position}), np.array([[1, 2]])
+    with pytest.raises(TypeError, match="boolean.*got.* int64"):
+        model(ids, attn_mask=np.array([[1, 0], [1, 1]]))
+    with pytest.raises(ValueError, match=r"^\[(MultiheadAttention|scaled_dot_product_attention)\].*\(3, 3\)"):
+        model(ids, attn_mask=np.ones((3, 3), bool))
+    with mg.no_grad(), pytest.raises(TypeError, match="boolean.*got.* int64"):
+        model(ids, attn_mask=np.array([[1, 0], [1, 1]]), cache=model.cache(1, pad=[1]))
+
+
+def test_configs_survive_json():
+    """NumPy integers, as sizes computed from data are, included."""
+    config = nn.TransformerConfig(**{**GPT, "n_layers": np.int64(2), "dropout": np.float32(0.5)}, position="rope",
+                                  rope_scaling={"rope_type": "linear", "factor": 2.0})
+    assert nn.TransformerConfig(**json.loads(json.dumps(config.to_dict()))) == config
+
+
+@pytest.mark.parametrize("make", [
+    lambda: nn.Transformer(dict(GPT)), lambda: nn.Transformer(65), lambda: nn.EncoderDecoder(dict(PAIR)),
+    lambda: nn.EncoderDecoder(nn.TransformerConfig(**GPT)),          # lacks the encoder's fields
+])
+def test_what_is_no_config_is_refused(make):
+    with pytest.raises(TypeError, match=r"\] give an? \w+Config, or its fields by name"):
+        make()
+
+
+def test_ids_of_ragged_rows_are_named():
+    for call in (nn.Transformer(**GPT), lambda ids: nn.EncoderDecoder(**PAIR)(ids, ids)):
+        with pytest.raises(ValueError, match="ids are an array of integers: got rows of different lengths"):
+            call([[1, 2], [3]])

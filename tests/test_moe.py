@@ -400,3 +400,14 @@ def test_nothing_is_dropped_in_evaluation(rng):
         y = layer(x)
         assert layer.routing.dropped == 0
         np.testing.assert_allclose(y.numpy()[3:4], layer(x[3:4]).numpy(), rtol=1e-5)
+
+
+@pytest.mark.parametrize("x, error", [(3, None), ([1.0] * 8, None), (np.float32(1), ValueError), (None, TypeError)])
+def test_inputs_are_tensors_arrays_or_lists(x, error):
+    """As for every other layer; a vector is one token."""
+    layer = nn.MoE(8, 3)
+    if isinstance(x, list):
+        assert layer(x).shape == (8,)
+    else:
+        with pytest.raises(error or ValueError, match=r"\[MoE\] x is"):
+            layer(x)

@@ -960,3 +960,37 @@ def test_entries_of_a_models_own_state_can_be_swapped():
     a, b = state["0.weight"].numpy(), state["1.weight"].numpy()
     model.load_state_dict({"0.weight": state["1.weight"], "1.weight": state["0.weight"]})
     assert (model[0].weight.numpy() == b).all() and (model[1].weight.numpy() == a).all()
+
+
+def test_sizes_and_switches_of_layers_are_what_they_say():
+    """True is no size, 0 is no "default", and an option that the layer would never look at is still checked."""
+    for make, message in [
+        (lambda: nn.Linear(True, 2), r"\[Linear\] sizes are integers of at least 0: got True, 2"),
+        (lambda: nn.MLP(4, d_ff=True), r"\[Linear\] sizes are integers"),
+        (lambda: nn.Dropout("a"), r"\[Dropout\] dropout is a number: got str"),
+        (lambda: nn.MultiheadAttention(8, 2, d_head=0), r"d_head is an integer of at least 1, or None: got 0"),
+        (lambda: nn.MultiheadAttention(8, 2, window=-1), r"\[MultiheadAttention\] sizes are integers"),
+        (lambda: nn.MultiheadAttention(8, 2, rope="a"), r"\[MultiheadAttention\] rope is a number: got str"),
+        (lambda: nn.MultiheadAttention(8, 2, rope=True, rope_fraction="a"), r"rope_fraction is a number: got str"),
+        (lambda: nn.MultiheadAttention(8, 2, empty_rows="zero"), r'empty_rows is "raise" or "zeros": got \'zero\''),
+        (lambda: nn.MultiheadAttention(8, 2)(mg.zeros(8)), r"\[MultiheadAttention\] x is \(B, T, C\): got \(8,\)"),
+        (lambda: nn.MultiheadAttention(8, 2)("a"), r"\[MultiheadAttention\] x is a Tensor, an array or a list"),
+    ]:
+        with pytest.raises((TypeError, ValueError), match=message):
+            make()
+    assert nn.MLP(4, d_ff=0)(mg.zeros(1, 4)).shape == (1, 4)         # no hidden units: the bias of `down` alone
+
+
+def test_ctrl_c_on_the_way_into_evaluating_leaves_no_module_behind():
+    """The modes are put back whichever of the modules were reached."""
+    model = nn.Sequential(nn.Linear(2, 2), nn.Dropout(0.5))
+    whole = model.eval
+
+    def interrupted():
+        whole()
+        raise KeyboardInterrupt
+
+    model.eval = interrupted
+    with pytest.raises(KeyboardInterrupt), model.evaluating():
+        pass
+    assert all(module.training for module in model.modules())

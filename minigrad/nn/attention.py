@@ -10,8 +10,9 @@ import minigrad.functional as F
 from minigrad.nn.cache import LayerCache
 from minigrad.nn.layers import Dropout, Linear, RMSNorm, check_sizes
 from minigrad.nn.module import Module, Parameter
-from minigrad.ops.elementwise import on_device_of
-from minigrad.tape import Tensor
+from minigrad.ops.elementwise import array, number, on_device_of
+from minigrad.ops.softmax import check_empty_choice
+from minigrad.tape import Tensor, describe
 
 
 class MultiheadAttention(Module):
@@ -37,18 +38,22 @@ class MultiheadAttention(Module):
                  empty_rows: str = "raise") -> None:
         op = "MultiheadAttention"
         n_kv_heads = n_heads if n_kv_heads is None else n_kv_heads
-        check_sizes(op, d_model, n_heads, n_kv_heads, d_head or 0)
+        check_sizes(op, d_model, n_heads, n_kv_heads, 1 if d_head is None else d_head, 1 if window is None else window)
+        for name, value in (("d_head", d_head), ("window", window)):
+            if value is not None and value < 1:
+                raise ValueError(f"[{op}] {name} is an integer of at least 1, or None: got {value!r}")
         if min(d_model, n_heads, n_kv_heads) < 1 or (d_head is None and d_model % n_heads) or n_heads % n_kv_heads:
             raise ValueError(f"[{op}] heads divide the width and kv heads the heads: d_model {d_model}, "
                              f"n_heads {n_heads}, n_kv_heads {n_kv_heads}")
         self.n_heads, self.n_kv_heads, self.d_head = n_heads, n_kv_heads, d_head or d_model // n_heads
-        if not 0.0 < rope_fraction <= 1.0:
+        check_empty_choice(op, empty_rows)
+        if not 0.0 < number(op, "rope_fraction", rope_fraction) <= 1.0:
             raise ValueError(f"[{op}] rope_fraction is above 0 and at most 1: got {rope_fraction}")
         self.rope_width = int(self.d_head * rope_fraction) if rope else 0
         if rope and (self.rope_width % 2 or not self.rope_width):
             raise ValueError(f"[{op}] rotary positions turn pairs: {self.rope_width} of the head width {self.d_head} "
                              "is odd or none")
-        self.rope_base = 10000.0 if rope is True else float(rope)
+        self.rope_base = 10000.0 if rope is True else number(op, "rope", rope)
         self.rope_interleaved, self.rope_scaling = rope_interleaved, rope_scaling
         self.causal, self.window, self.softcap = causal, window, softcap
         self.empty_rows, self.implementation = empty_rows, implementation
@@ -62,6 +67,9 @@ class MultiheadAttention(Module):
 
     def forward(self, x: Tensor, context: Tensor | None = None, attn_mask: Any = None,
                 cache: LayerCache | None = None, bias: Any = None) -> Tensor:
+        x = array("MultiheadAttention", "x", x)
+        if x.ndim < 2:
+            raise ValueError(f"[MultiheadAttention] x is (B, T, C): got {describe(x)}")
         cut, shared, t = self.n_heads * self.d_head, self.n_kv_heads * self.d_head, x.shape[-2]
         positions = np.arange(t) if cache is None else cache.cache.positions(t)
         offset, padded = None, False
@@ -122,6 +130,15 @@ def both_masks(a: Any, b: Any) -> Any:
     if a is None or b is None:
         return b if a is None else a
     a, b = (m if isinstance(m, Tensor) else np.asarray(m) for m in (a, b))
+    for mask in (a, b):                                  # 1 and 0 would be added to the scores
+        if mask.dtype.kind not in "bf":
+            raise TypeError("[MultiheadAttention] a mask is boolean, True = may be seen, or floating, added to the "
+                            f"scores: got {describe(mask)}; write mask != 0")
+    try:
+        np.broadcast_shapes(a.shape, b.shape)
+    except ValueError:
+        raise ValueError(f"[MultiheadAttention] masks and biases broadcast to the scores: {a.shape} meets "
+                         f"{b.shape}") from None
     a, b = on_device_of(a, b), on_device_of(b, a)
     if a.dtype == bool and b.dtype == bool:
         return a & b

@@ -6,9 +6,11 @@ from typing import Any
 
 import numpy as np
 
-from minigrad.backend.device import is_array, xp
+from minigrad.backend.device import device_of, is_array, to_host, xp
 from minigrad.nn.layers import check_sizes
-from minigrad.tape import Tensor, _refuse_history, _wrap
+from minigrad.ops.elementwise import number
+from minigrad.ops.index import check_ids
+from minigrad.tape import Tensor, _raw, _refuse_history, _wrap, describe
 
 
 class KVCache:
@@ -25,18 +27,23 @@ class KVCache:
 
     def __init__(self, n_layers: int, batch: int, capacity: int | None = None, window: int | None = None,
                  pad: Any = None, owner: Any = None) -> None:
-        check_sizes("KVCache", n_layers, batch, capacity or 0, window or 0)
+        check_sizes("KVCache", n_layers, batch, *(x for x in (capacity, window) if x is not None))
+        if window == 0:
+            raise ValueError("[KVCache] a window has at least the query's own slot: got 0")
         self.batch, self.capacity, self.window, self.length = batch, capacity, window, 0
         self.pad = None
-        if pad is not None and np.any(pad):
-            self.pad = np.asarray(pad)
-            if self.pad.shape != (batch,) or self.pad.dtype.kind not in "iu" or self.pad.min() < 0:
+        if pad is not None:
+            slots = to_host(_raw(pad))
+            if slots.shape != (batch,) or slots.dtype.kind not in "iu" or (slots < 0).any():
                 raise ValueError(f"[KVCache] pad holds one integer of at least 0 for each of {batch} rows: got {pad!r}")
+            self.pad = slots.astype(np.int64) if slots.any() else None   # unsigned ones would make floats of positions
         self.owner = owner                               # what made it: the cache of another model is refused
         self._held: list[Any] = [None] * n_layers        # per layer (slot of the first, keys, values)
         self._context: list[Any] = [None] * n_layers     # per layer the keys and values of a cross-attention
 
     def __getitem__(self, layer: int) -> LayerCache:
+        if not 0 <= layer < len(self):
+            raise IndexError(f"[KVCache] layers are 0 to {len(self) - 1}: got {layer}")
         return LayerCache(self, layer)
 
     def __len__(self) -> int:
@@ -71,7 +78,7 @@ class KVCache:
     def visible(self, tokens: int) -> np.ndarray | None:
         """(B, 1, 1, S): which of the keys are no padding; None if all."""
         first, n = self.span(tokens)
-        if self.pad is None or self.pad.max() <= first:
+        if self.pad is None or self.pad.max(initial=0) <= first:
             return None
         return (np.arange(first, first + n) >= self.pad[:, None])[:, None, None, :]
 
@@ -81,7 +88,9 @@ class KVCache:
 
     def reorder(self, rows: Any) -> None:
         """Row i becomes what row rows[i] was; len(rows) may differ from the batch (beams split and die)."""
-        rows = np.asarray(rows)
+        rows = to_host(check_ids("KVCache.reorder", rows, self.batch))
+        if rows.ndim != 1:
+            raise ValueError(f"[KVCache.reorder] rows name one old row for each new one, (B,): got shape {rows.shape}")
         for held in (self._held, self._context):
             held[:] = [None if h is None else tuple(a[rows] if is_array(a) else a for a in h) for h in held]
         self.pad = None if self.pad is None else self.pad[rows]
@@ -89,9 +98,17 @@ class KVCache:
 
     def truncate(self, length: int) -> None:
         """Forget the tokens from slot `length` on."""
+        length = number("KVCache.truncate", "length", length, int)
         if not 0 <= length <= self.length or (self.window is not None and length < self.length):
             raise ValueError(f"[KVCache] can be cut back to 0 to {self.length} tokens, and not with a window: {length}")
         self.length = length
+
+
+def check_cache(cache: Any, owner: Any, batch: int, tokens: int) -> None:
+    """Raise unless `cache` is one, and `tokens` more of `batch` rows of this model fit."""
+    if not isinstance(cache, KVCache):
+        raise TypeError(f"[{type(owner).__name__}] cache is a KVCache, from model.cache(batch): got {describe(cache)}")
+    cache.check(owner, batch, tokens)
 
 
 class LayerCache:
@@ -105,9 +122,14 @@ class LayerCache:
         cache, t = self.cache, k.shape[-2]
         for x in (k, v):
             _refuse_history(x, "KVCache", "decode under mg.no_grad() or model.evaluating()")
+        cache.check(cache.owner, k.shape[0], t)
         first, n = cache.span(t)
         base, *arrays = cache._held[self.layer] or (first, None, None)
-        if arrays[0] is None or cache.length + t - base > arrays[0].shape[-2]:
+        held = arrays[0]
+        if held is not None and (held.dtype, device_of(held)) != (k.dtype, k.device):    # it would be cast, silently
+            raise ValueError(f"[KVCache] holds keys of {held.dtype} on {device_of(held)}: got {k.dtype} on {k.device}; "
+                             "make a new cache after model.to()")
+        if held is None or cache.length + t - base > held.shape[-2]:
             room = min(max(64, 2 * n), cache.capacity or 2 * n)
             if cache.window is not None:                 # a long chunk takes what it needs, and the next one much less
                 room = max(2 * cache.window, n)

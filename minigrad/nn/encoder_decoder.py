@@ -9,9 +9,9 @@ import numpy as np
 
 import minigrad.functional as F
 from minigrad.backend.device import to_host
-from minigrad.nn.cache import KVCache
+from minigrad.nn.cache import KVCache, check_cache
 from minigrad.nn.generate import Generates, beam_search, prompts_of
-from minigrad.nn.layers import Dropout, Embedding, Linear
+from minigrad.nn.layers import Dropout, Embedding, Linear, check_sizes
 from minigrad.nn.module import ModuleList
 from minigrad.nn.moe import balance_loss
 from minigrad.nn.summary import Ledger, summarize
@@ -21,6 +21,7 @@ from minigrad.nn.transformer import (
     embed,
     initialize,
     make_bias,
+    make_cache,
     make_norm,
     read_out,
 )
@@ -46,7 +47,8 @@ class EncoderDecoderConfig(TransformerConfig):
             if value is not None and (isinstance(value, bool) or not isinstance(value, (int, np.integer)) or value < 1):
                 raise ValueError(f"[EncoderDecoderConfig] {name} is an integer of at least 1, or None: got {value!r}")
         special = (self.pad, self.begin, self.end)
-        if len(set(special)) < 3 or not all(0 <= s < self.vocab_size for s in special):
+        integers = all(isinstance(s, (int, np.integer)) and not isinstance(s, bool) for s in special)
+        if not integers or len(set(special)) < 3 or not all(0 <= s < self.vocab_size for s in special):
             raise ValueError("[EncoderDecoderConfig] pad, begin and end are different tokens of the vocabulary of "
                              f"{self.vocab_size}: got {special}")
         if self.block == "parallel":
@@ -62,7 +64,7 @@ class EncoderDecoder(Generates):
     """
 
     def __init__(self, config: EncoderDecoderConfig | None = None, **fields: Any) -> None:
-        if (config is None) == (not fields):
+        if (config is None) == (not fields) or not isinstance(config, (EncoderDecoderConfig, type(None))):
             raise TypeError("[EncoderDecoder] give an EncoderDecoderConfig, or its fields by name")
         c = config if config is not None else EncoderDecoderConfig(**fields)
         self.config = c
@@ -89,7 +91,7 @@ class EncoderDecoder(Generates):
             raise ValueError(f"[EncoderDecoder] a source has at least one token that is no padding: row {row} has none")
         x = self.dropout(embed(c, self.source_embedding, self.source_position, source))
         t = source.shape[1]
-        bias = None if self.source_position_bias is None else self.source_position_bias(t, t)
+        bias = None if self.source_position_bias is None else self.source_position_bias(t, t, 0, x.dtype)
         for block in self.encoder:
             x = block(x, visible, bias=bias)
         return x if self.encoder_norm is None else self.encoder_norm(x), visible
@@ -102,10 +104,10 @@ class EncoderDecoder(Generates):
         if b != memory.shape[0]:
             raise ValueError(f"[EncoderDecoder] source and target have the same rows: {memory.shape[0]} and {b}")
         if cache is not None:
-            cache.check(self, b, t)
+            check_cache(cache, self, b, t)
         x = self.dropout(embed(c, self.embedding, self.position, target, cache))
         s = t if cache is None else cache.span(t)[1]
-        bias = None if self.position_bias is None else self.position_bias(t, s, s - t)
+        bias = None if self.position_bias is None else self.position_bias(t, s, s - t, x.dtype)
         for i, block in enumerate(self.blocks):
             x = block(x, None, None if cache is None else cache[i], bias, memory, visible)
         logits = read_out(c, self.norm, self.head, self.embedding, x)
@@ -125,20 +127,18 @@ class EncoderDecoder(Generates):
         return loss + c.balance * balance_loss(self) if c.n_experts and c.balance and self.training else loss
 
     def _checked(self, name: str, ids: Any, vocab: int, cached: bool = False) -> np.ndarray:
+        ids = check_ids(f"EncoderDecoder {name}", to_host(_raw(ids)) if isinstance(ids, Tensor) else ids, vocab)
         if len(np.shape(ids)) != 2 or not np.shape(ids)[1]:
             raise ValueError(f"[EncoderDecoder] {name} is (B, {name[0].upper()}) tokens, one at least: got "
                              f"{np.shape(ids)}")
         if np.shape(ids)[1] > self.config.context and not cached:
             raise ValueError(f"[EncoderDecoder] {np.shape(ids)[1]} {name} tokens do not fit the context of "
                              f"{self.config.context}")
-        return check_ids(f"EncoderDecoder {name}", to_host(_raw(ids)), vocab)
+        return ids
 
     def cache(self, batch: int, capacity: int | None = None, pad: Any = None) -> KVCache:
         """A KVCache for `decode`, of `batch` rows: see Transformer.cache."""
-        c = self.config
-        if capacity is None and (c.window is None or c.position == "learned"):
-            capacity = c.context
-        return KVCache(c.n_layers, batch, capacity, c.window, pad, owner=self)
+        return make_cache(self, batch, capacity, pad)
 
     def _decoder(self, source: Any) -> tuple[Any, list[np.ndarray], tuple]:
         rows = prompts_of(source, self.config.source_vocab or self.config.vocab_size)
@@ -158,8 +158,13 @@ class EncoderDecoder(Generates):
     def summary(self, batch: int = 1, tokens: int | None = None) -> Ledger:
         """The ledger of parameters, FLOPs, activation and cache bytes by layer, for source and target of `tokens` each;
         printable. See nn.summarize."""
-        ids = np.full((batch, self.config.context if tokens is None else tokens), self.config.end, np.int64)
-        return summarize(self, ids, targets=ids)
+        t = self.config.context if tokens is None else tokens
+        check_sizes("summary", batch, t)
+        source, target = (np.full((batch, n), self.config.end, np.int64) for n in (t, t + 1))    # the last is no input
+        ledger = summarize(self, source, targets=target)
+        for path, row in ledger.rows.items():            # the source is read whole, and no key of it waits for a query
+            row["cache"] = 0.0 if path.startswith("encoder.") else row["cache"]
+        return ledger
 
 
 class _Conditioned:

@@ -10,8 +10,9 @@ from typing import Any
 import numpy as np
 
 from minigrad.backend import random
-from minigrad.backend.device import to_host
+from minigrad.backend.device import is_array, to_host
 from minigrad.nn.module import Module
+from minigrad.ops.elementwise import number
 from minigrad.ops.index import check_ids
 from minigrad.tape import _raw
 
@@ -33,9 +34,14 @@ class Sampler:
     repetition_penalty: float = 1.0
 
     def __post_init__(self) -> None:
+        for name in ("temperature", "top_p", "min_p", "repetition_penalty"):
+            value = getattr(self, name)
+            if value is not None or name in ("temperature", "repetition_penalty"):
+                object.__setattr__(self, name, number("generate", name, value))
         bad = [text for ok, text in (
             (0 <= self.temperature < math.inf, f"temperature is at least 0: got {self.temperature}"),
-            (self.top_k is None or (isinstance(self.top_k, (int, np.integer)) and self.top_k >= 1),
+            (self.top_k is None or (isinstance(self.top_k, (int, np.integer)) and not isinstance(
+                self.top_k, bool) and self.top_k >= 1),
              f"top_k is an integer of at least 1: got {self.top_k}"),
             (self.top_p is None or 0 < self.top_p <= 1, f"top_p is above 0 and at most 1: got {self.top_p}"),
             (self.min_p is None or 0 <= self.min_p <= 1, f"min_p is in 0 to 1: got {self.min_p}"),
@@ -46,15 +52,16 @@ class Sampler:
 
     def __call__(self, logits: np.ndarray, seen: np.ndarray) -> np.ndarray:
         """One token for each row: logits (B, V) float64, seen (B, V) bool -> (B,)."""
-        if np.isnan(logits).any():
-            raise ValueError(f"[generate] the logits of row {int(np.isnan(logits).any(-1).argmax())} hold a NaN: the "
-                             "model's weights are spoilt")
+        check_logits("generate", logits)
         if self.repetition_penalty != 1.0:
             r = self.repetition_penalty
-            logits = np.where(seen, np.where(logits > 0, logits / r, logits * r), logits)
+            with np.errstate(over="ignore"):             # the largest finite number stands for what is beyond
+                penalized = np.where(logits > 0, np.minimum(logits / r, np.finfo(logits.dtype).max), logits * r)
+            logits = np.where(seen, penalized, logits)
         if self.temperature == 0:
             return logits.argmax(axis=-1)
-        logits = (logits - logits.max(axis=-1, keepdims=True)) / self.temperature    # so that 1e-300 does not overflow
+        with np.errstate(over="ignore"):                 # the largest is 0, and what is too far below is never drawn
+            logits = (logits - logits.max(axis=-1, keepdims=True)) / self.temperature
         if self.top_k is not None and self.top_k < logits.shape[-1]:
             least = np.partition(logits, -self.top_k, axis=-1)[:, -self.top_k, None]
             logits = np.where(logits < least, -np.inf, logits)
@@ -71,6 +78,16 @@ class Sampler:
         return (logits - np.log(-np.log(u))).argmax(axis=-1)     # Gumbel: argmax of logits + noise draws from softmax
 
 
+def check_logits(op: str, logits: np.ndarray) -> None:
+    """Raise unless every row (V,) has a softmax: no NaN, and a finite largest."""
+    nan, top = np.isnan(logits).any(axis=-1), logits.max(axis=-1)
+    if nan.any():
+        raise ValueError(f"[{op}] the logits of row {int(nan.argmax())} hold a NaN: the model's weights are spoilt")
+    if np.isinf(top).any():
+        row = int(np.isinf(top).argmax())
+        raise ValueError(f"[{op}] the largest logit of a row is finite: row {row} has {top[row]}")
+
+
 class Interrupted(KeyboardInterrupt):
     """Ctrl-C while generating; `ids` is what was written until then, as `generate` would have given it."""
 
@@ -83,7 +100,8 @@ class Stops:
     """Where a row ends: at a token, or when the text written ends a string. `tokenizer` has encode and decode."""
 
     def __init__(self, stop: Any, tokenizer: Any, vocab: int, always: tuple = ()) -> None:
-        stop = list(stop) if np.ndim(stop) or isinstance(stop, (set, frozenset)) else [stop]
+        many = isinstance(stop, (list, tuple, set, frozenset, range)) or (is_array(_raw(stop)) and np.ndim(_raw(stop)))
+        stop = list(to_host(_raw(stop)) if is_array(_raw(stop)) else stop) if many else [stop]
         self.texts = [s for s in stop if isinstance(s, str)]
         ids = [s for s in stop if not isinstance(s, str)]
         for s in ids:
@@ -91,12 +109,14 @@ class Stops:
                 raise ValueError(f"[generate] a stop is a token, 0 to {vocab - 1}, or a string: got {s!r}")
         if self.texts and tokenizer is None:
             raise ValueError("[generate] stop strings are found in the text: pass tokenizer=, with encode and decode")
+        if self.texts and not (hasattr(tokenizer, "encode") and hasattr(tokenizer, "decode")):
+            raise TypeError(f"[generate] a tokenizer has encode and decode: got {type(tokenizer).__name__}")
         for text in self.texts:
             if not text:
                 raise ValueError("[generate] a stop string has at least one character: got ''")
             try:
                 tokenizer.encode(text)
-            except ValueError as error:
+            except (ValueError, LookupError, TypeError) as error:
                 raise ValueError(f"[generate] the tokenizer cannot write the stop string {text!r}: {error}") from None
         self.tokens, self.tokenizer = np.array([*ids, *always], np.int64), tokenizer
         # every token but a special one adds a byte at least, so the last so many hold the longest string
@@ -120,9 +140,9 @@ class Stops:
 def prompts_of(ids: Any, vocab: int) -> list[np.ndarray]:
     """The prompts, each (T,) int64 of at least one token: from an array (B, T), or a list of rows of any lengths."""
     ids = _raw(ids)
-    rows = list(ids) if isinstance(ids, (list, tuple)) else check_ids("generate", to_host(np.asarray(ids)), vocab)
-    rows = [check_ids("generate", to_host(row), vocab).astype(np.int64) for row in rows if np.ndim(row)]
-    if not rows or len(rows) < len(ids) or any(row.ndim != 1 or not len(row) for row in rows):
+    rows = list(ids) if isinstance(ids, (list, tuple)) else np.atleast_1d(to_host(check_ids("generate", ids, vocab)))
+    given, rows = len(rows), [to_host(check_ids("generate", row, vocab)).astype(np.int64) for row in rows]
+    if not rows or len(rows) < given or any(row.ndim != 1 or not len(row) for row in rows):
         raise ValueError(f"[generate] a prompt of at least one token is needed, ids (B, T) or a list of rows: got "
                          f"{[np.shape(row) for row in ids] if isinstance(ids, (list, tuple)) else np.shape(ids)}")
     return rows
@@ -230,13 +250,16 @@ def beam_search(decoder: Any, prompts: Sequence[np.ndarray], n: int, beams: int,
 
     Keeps the `beams` likeliest unfinished rows of each prompt and extends each by every token. score = log p /
     ((5 + length) / 6)^length_penalty (Wu et al., 2016); `length` counts the tokens written, `end` included. Stops at n
-    tokens, or when no unfinished row can reach the finished ones any more. beams=1 is greedy.
+    tokens, or when no unfinished row can reach the finished ones any more. beams=1, length_penalty=0 is greedy.
     """
     for name, value, least in (("n", n, 1), ("beams", beams, 1)):
         if isinstance(value, bool) or not isinstance(value, (int, np.integer)) or value < least:
             raise ValueError(f"[beam_search] {name} is an integer of at least {least}: got {value!r}")
-    if not 0 <= length_penalty < math.inf:
+    if not 0 <= number("beam_search", "length_penalty", length_penalty) < math.inf:
         raise ValueError(f"[beam_search] length_penalty is at least 0: got {length_penalty}")
+    lengths = {np.shape(prompt) for prompt in prompts}
+    if len(lengths) != 1 or len(min(lengths)) != 1 or not min(lengths)[0]:
+        raise ValueError(f"[beam_search] prompts are rows of one length, at least one token: got {sorted(lengths)}")
     b, t = len(prompts), len(prompts[0])
     cache = decoder.cache(b)
     if cache.capacity is not None and t + n - 1 > cache.capacity:
@@ -251,6 +274,7 @@ def beam_search(decoder: Any, prompts: Sequence[np.ndarray], n: int, beams: int,
     live = [True] * b
     for length in range(1, n + 1):
         logits = to_host(decoder(rows[:, cache.length:], cache=cache)._data)[:, -1].astype(np.float64)
+        check_logits("beam_search", logits)
         logits -= logits.max(axis=-1, keepdims=True)
         logp = logits - np.log(np.exp(logits).sum(axis=-1, keepdims=True))
         v, width = logp.shape[-1], scores.shape[1]

@@ -10,12 +10,13 @@ import numpy as np
 import minigrad.functional as F
 from minigrad.backend import random
 from minigrad.nn.module import Module, Parameter
+from minigrad.ops.elementwise import number
 from minigrad.tape import Tensor
 
 
 def check_sizes(op: str, *sizes: Any) -> None:
     """Raise unless all are integers of at least 0."""
-    if not all(isinstance(n, (int, np.integer)) and n >= 0 for n in sizes):
+    if not all(isinstance(n, (int, np.integer)) and not isinstance(n, bool) and n >= 0 for n in sizes):
         raise ValueError(f"[{op}] sizes are integers of at least 0: got {', '.join(map(repr, sizes))}")
 
 
@@ -81,7 +82,7 @@ class Dropout(Module):
     """Zeroes elements with probability p while training."""
 
     def __init__(self, p: float = 0.5) -> None:
-        if not 0.0 <= p < 1.0:
+        if not 0.0 <= number("Dropout", "dropout", p) < 1.0:
             raise ValueError(f"[Dropout] dropout is a probability below 1: got {p}")
         self.p = p
 
@@ -109,7 +110,7 @@ class MLP(Module):
                  dropout: float = 0.0) -> None:
         if activation not in _ACTIVATIONS:
             raise ValueError(f"[MLP] activation is one of {', '.join(_ACTIVATIONS)}: got {activation!r}")
-        d_ff = d_ff or 4 * d_model
+        d_ff = 4 * d_model if d_ff is None else d_ff
         self.up, self.down = Linear(d_model, d_ff, bias), Linear(d_ff, d_model, bias)
         self.dropout, self.activation = Dropout(dropout), activation
 
@@ -121,7 +122,7 @@ class SwiGLU(Module):
     """down(silu(gate(x)) * up(x)) (Shazeer, 2020): d_ff = 8/3 C, rounded up to a multiple of 8, unless given."""
 
     def __init__(self, d_model: int, d_ff: int | None = None, bias: bool = False, dropout: float = 0.0) -> None:
-        d_ff = d_ff or -(-8 * d_model // 24) * 8
+        d_ff = -(-8 * d_model // 24) * 8 if d_ff is None else d_ff
         self.gate, self.up = Linear(d_model, d_ff, bias), Linear(d_model, d_ff, bias)
         self.down, self.dropout = Linear(d_ff, d_model, bias), Dropout(dropout)
 

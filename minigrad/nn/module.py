@@ -121,8 +121,8 @@ class Module:
     def evaluating(self) -> Iterator[None]:
         """eval() and no_grad() inside `with`; then every module's `training` is again what it was."""
         modes = [(module, module.training) for module in self.modules()]
-        self.eval()
         try:
+            self.eval()
             with no_grad():
                 yield
         finally:

@@ -13,8 +13,8 @@ from minigrad.backend.device import to_host, xp
 from minigrad.backend.random import stream
 from minigrad.nn.layers import MLP, Linear, SwiGLU, check_sizes
 from minigrad.nn.module import Module, ModuleList
-from minigrad.ops.elementwise import number, on_device_of
-from minigrad.tape import Tensor, _raw, _state
+from minigrad.ops.elementwise import array, number, on_device_of
+from minigrad.tape import Tensor, _raw, _state, describe
 
 
 @dataclass(frozen=True)
@@ -73,6 +73,9 @@ class MoE(Module):
         self.routing: Routing | None = None
 
     def forward(self, x: Tensor) -> Tensor:
+        x = array("MoE", "x", x)
+        if not x.ndim:
+            raise ValueError(f"[MoE] x is (*S, C): got {describe(x)}")
         tokens = x.reshape(-1, x.shape[-1])
         n, c = tokens.shape
         scores = self.router(tokens)

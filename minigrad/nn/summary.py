@@ -11,8 +11,9 @@ from minigrad.backend.device import is_array, root
 from minigrad.backend.random import get_rng_state, set_rng_state
 from minigrad.nn.attention import MultiheadAttention
 from minigrad.nn.module import Module
+from minigrad.nn.moe import MoE
 from minigrad.ops.flops import backward_flops, flops
-from minigrad.tape import Tensor, Watcher, _raw, _set
+from minigrad.tape import Tensor, Watcher, _raw, _set, describe
 
 COLUMNS = ("parameters", "forward", "backward", "activations", "cache")
 
@@ -89,16 +90,24 @@ def summarize(model: Module, *inputs: Any, targets: Any = None) -> Ledger:
     attention costs (the pairs that causality and the window leave) and how experts share. Memory: that of one such
     pass. Afterwards the model, its gradients and the stream of random numbers are as before.
     """
+    if not isinstance(model, Module) or not inputs:
+        raise TypeError(f"[summarize] takes a Module and an example of its inputs: got {type(model).__name__} and "
+                        f"{len(inputs)} inputs")
+    last = _raw(inputs[-1])
+    last = last if is_array(last) else np.asarray(last)
+    tokens = math.prod(last.shape[:-1] if last.dtype.kind == "f" else last.shape)    # vectors (*S, C), or ids (*S)
+    if not tokens:
+        raise ValueError(f"[summarize] the example holds at least one token: got {describe(last)}")
     meter, state = _Meter(model), get_rng_state()
+    routings = [(m, m.routing) for m in model.modules() if isinstance(m, MoE)]
     try:
         with _set(recording=True), meter:
             out = model(*inputs) if targets is None else model.loss(*inputs, targets)
     finally:
         set_rng_state(state)
+        for layer, routing in routings:                  # it would keep the graph of this pass alive
+            layer.routing = routing
     del out
-    last = _raw(inputs[-1])
-    last = last if is_array(last) else np.asarray(last)
-    tokens = math.prod(last.shape[:-1] if last.dtype.kind == "f" else last.shape)    # vectors (*S, C), or ids (*S)
     rows: dict[str, dict[str, float]] = {}
     layers = _layers(model)
     for path, row in meter.rows.items():

@@ -10,15 +10,17 @@ import numpy as np
 
 import minigrad.functional as F
 from minigrad.backend import random
+from minigrad.backend.device import is_array
 from minigrad.nn.attention import MultiheadAttention
-from minigrad.nn.cache import KVCache, LayerCache
+from minigrad.nn.cache import KVCache, LayerCache, check_cache
 from minigrad.nn.generate import Generates, prompts_of
-from minigrad.nn.layers import MLP, Dropout, Embedding, LayerNorm, Linear, RMSNorm, SwiGLU
+from minigrad.nn.layers import MLP, Dropout, Embedding, LayerNorm, Linear, RMSNorm, SwiGLU, check_sizes
 from minigrad.nn.module import Module, ModuleList
 from minigrad.nn.moe import MoE, balance_loss
 from minigrad.nn.summary import Ledger, summarize
-from minigrad.ops.elementwise import on_device_of
-from minigrad.tape import Tensor
+from minigrad.ops.elementwise import number, on_device_of
+from minigrad.ops.index import check_ids
+from minigrad.tape import Tensor, _raw
 
 _CHOICES = {
     "norm": ("layer", "rms", "none"), "mlp": ("gelu", "gelu_tanh", "relu", "silu", "swiglu", "none"),
@@ -88,8 +90,12 @@ class TransformerConfig:
         for name, allowed in _CHOICES.items():
             if getattr(self, name) not in allowed:
                 raise ValueError(f"[{op}] {name} is one of {', '.join(allowed)}: got {getattr(self, name)!r}")
-        if self.logit_softcap is not None and not self.logit_softcap > 0:
-            raise ValueError(f"[{op}] logit_softcap is positive: got {self.logit_softcap!r}")
+        for name, bound in (("softcap", 0), ("logit_softcap", 0), ("rope_base", 1)):
+            value = getattr(self, name)
+            if value is not None and not bound < number(op, name, value) < math.inf:
+                raise ValueError(f"[{op}] {name} is finite and above {bound}: got {value!r}")
+        if not math.isfinite(number(op, "balance", self.balance)):
+            raise ValueError(f"[{op}] balance is a finite number: got {self.balance!r}")
         if self.n_experts and self.mlp == "none":
             raise ValueError(f'[{op}] a mixture of experts needs an mlp: got mlp "none", n_experts {self.n_experts}')
         if self.rope_scaling is not None and self.position != "rope":
@@ -106,7 +112,8 @@ class TransformerConfig:
         return cls.llama(**{"n_experts": 8, "top_k": 2, **fields})
 
     def to_dict(self) -> dict[str, Any]:
-        return asdict(self)
+        """The fields, as JSON can hold them: TransformerConfig(**fields) makes the same again."""
+        return {name: x.item() if isinstance(x, np.generic) else x for name, x in asdict(self).items()}
 
 
 def make_norm(c: TransformerConfig) -> Module | None:
@@ -197,15 +204,27 @@ class PositionBias(Module):
         self.kind, self.heads, self.causal = c.position, c.n_heads, causal
         self.table = Embedding(32, c.n_heads) if c.position == "t5" else None
 
-    def forward(self, t: int, s: int, query_offset: int = 0) -> Any:
-        if self.kind == "alibi":
-            return F.alibi_bias(self.heads, t, s, query_offset)
+    def forward(self, t: int, s: int, query_offset: int = 0, dtype: Any = np.float32) -> Any:
+        if self.kind == "alibi":                         # a constant that leaves the scores their dtype
+            return F.alibi_bias(self.heads, t, s, query_offset).astype(dtype, copy=False)
         buckets = F.relative_buckets(t, s, bidirectional=not self.causal, query_offset=query_offset)
         return F.transpose(self.table(buckets), (2, 0, 1))
 
 
 def make_bias(c: TransformerConfig, causal: bool = True) -> PositionBias | None:
     return PositionBias(c, causal) if c.position in ("alibi", "t5") else None
+
+
+def make_cache(model: Any, batch: int, capacity: int | None, pad: Any) -> KVCache:
+    """A KVCache for a model with a config: see Transformer.cache."""
+    c = model.config
+    if capacity is None and (c.window is None or c.position == "learned"):
+        capacity = c.context
+    cache = KVCache(c.n_layers, batch, capacity, c.window, pad, owner=model)
+    if c.position == "learned" and capacity > c.context:
+        raise ValueError(f"[{type(model).__name__}.cache] learned positions end at the context of {c.context}: got "
+                         f"capacity {capacity}")
+    return cache
 
 
 def initialize(model: Module, c: TransformerConfig) -> None:
@@ -234,7 +253,7 @@ class Transformer(Generates):
     """
 
     def __init__(self, config: TransformerConfig | None = None, **fields: Any) -> None:
-        if (config is None) == (not fields):
+        if (config is None) == (not fields) or not isinstance(config, (TransformerConfig, type(None))):
             raise TypeError("[Transformer] give a TransformerConfig, or its fields by name")
         c = config if config is not None else TransformerConfig(**fields)
         self.config = c
@@ -249,17 +268,18 @@ class Transformer(Generates):
 
     def forward(self, ids: Any, attn_mask: Any = None, cache: KVCache | None = None) -> Tensor:
         c = self.config
+        ids = ids if is_array(_raw(ids)) else check_ids("Transformer", ids, c.vocab_size)
         if len(np.shape(ids)) != 2:
             raise ValueError(f"[Transformer] ids are (B, T): got {np.shape(ids)}")
         b, t = np.shape(ids)
         if cache is None and t > c.context:
             raise ValueError(f"[Transformer] {t} tokens do not fit the context of {c.context}")
         if cache is not None:
-            cache.check(self, b, t)
+            check_cache(cache, self, b, t)
         x = self.dropout(embed(c, self.embedding, self.position, ids, cache))
         s, given = t if cache is None else cache.span(t)[1], {}
         if self.position_bias is not None:
-            given["bias"] = self.position_bias(t, s, s - t)
+            given["bias"] = self.position_bias(t, s, s - t, x.dtype)
         for i, block in enumerate(self.blocks):
             x = block(x, attn_mask, **given) if cache is None else block(x, attn_mask, cache[i], **given)
         logits = read_out(c, self.norm, self.head, self.embedding, x)
@@ -281,13 +301,7 @@ class Transformer(Generates):
         capacity: the most tokens: by default the context, or without limit where a window forgets and positions have no
         table of their own; learned positions allow no more than the context.
         """
-        c = self.config
-        if capacity is None and (c.window is None or c.position == "learned"):
-            capacity = c.context
-        if c.position == "learned" and capacity > c.context:
-            raise ValueError(f"[Transformer.cache] learned positions end at the context of {c.context}: got capacity "
-                             f"{capacity}")
-        return KVCache(c.n_layers, batch, capacity, c.window, pad, owner=self)
+        return make_cache(self, batch, capacity, pad)
 
     def _decoder(self, ids: Any) -> tuple[Any, list[np.ndarray], tuple]:
         return self, prompts_of(ids, self.config.vocab_size), ()
@@ -295,4 +309,5 @@ class Transformer(Generates):
     def summary(self, batch: int = 1, tokens: int | None = None) -> Ledger:
         """The ledger of parameters, FLOPs, activation and cache bytes by layer; printable. See nn.summarize."""
         t = self.config.context if tokens is None else tokens
+        check_sizes("summary", batch, t)
         return summarize(self, np.zeros((batch, t), np.int64), targets=np.zeros((batch, t), np.int64))

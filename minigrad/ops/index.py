@@ -16,7 +16,10 @@ def check_ids(op: str, ids, n: int, low: int = 0, but: int | None = None):
     """`ids` as a raw integer array of its own, all in low .. n-1 (or equal to `but`); an error names the first that is
     not."""
     ids = _raw(ids)
-    ids = ids.copy() if is_array(ids) else np.asarray(ids, dtype=None if np.size(ids) else np.int64)
+    try:
+        ids = ids.copy() if is_array(ids) else np.asarray(ids, dtype=None if np.size(ids) else np.int64)
+    except ValueError:
+        raise ValueError(f"[{op}] ids are an array of integers: got rows of different lengths") from None
     if ids.dtype.kind not in "iu":
         raise TypeError(f"[{op}] ids are integers: got {ids.dtype}")
     bad = (ids < low) | (ids >= n)
