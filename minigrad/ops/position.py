@@ -213,7 +213,12 @@ def _above(op, name, x, bound):
 
 
 def _positions(op, positions):
-    p = to_host(_raw(positions))
+    try:
+        p = to_host(_raw(positions))
+    except ValueError:
+        raise ValueError(f"[{op}] positions are one array: got rows of different lengths") from None
     if p.dtype.kind not in "iuf":
         raise TypeError(f"[{op}] positions are numbers: got {describe(positions)}")
+    if not np.isfinite(p).all():                         # a cosine of nothing
+        raise ValueError(f"[{op}] positions are finite: got {p[~np.isfinite(p)][0]}")
     return p
