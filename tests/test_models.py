@@ -6,6 +6,7 @@ import tracemalloc
 
 import numpy as np
 import pytest
+from conftest import kernels
 
 import minigrad as mg
 import minigrad.functional as F
@@ -274,7 +275,8 @@ def test_ledger_counts_in_closed_form():
     """GPT with C = 32, d_ff = 4 C, V = 50, over T = 16 tokens: products of weights, and attention's causal half."""
     c, t, v, layers, heads = 32, 16, 50, 3, 4
     model = nn.Transformer(vocab_size=v, context=t, d_model=c, n_layers=layers, n_heads=heads)
-    ledger = model.summary(batch=2)
+    with kernels():                                      # a composition multiplies the hidden half too
+        ledger = model.summary(batch=2)
     weights = 3 * c * c + c * c + 8 * c * c              # qkv, out, up and down
     pairs = (t + 1) / 2                                  # keys that a token sees, on average
     forward = layers * (2 * weights + 4 * c * pairs) + 2 * c * v
