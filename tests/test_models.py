@@ -6,6 +6,7 @@ import tracemalloc
 
 import numpy as np
 import pytest
+from conftest import kernels
 
 import minigrad as mg
 import minigrad.functional as F
@@ -274,7 +275,8 @@ def test_ledger_counts_in_closed_form():
     """GPT with C = 32, d_ff = 4 C, V = 50, over T = 16 tokens: products of weights, and attention's causal half."""
     c, t, v, layers, heads = 32, 16, 50, 3, 4
     model = nn.Transformer(vocab_size=v, context=t, d_model=c, n_layers=layers, n_heads=heads)
-    ledger = model.summary(batch=2)
+    with kernels():                                      # a composition multiplies the hidden half too
+        ledger = model.summary(batch=2)
     weights = 3 * c * c + c * c + 8 * c * c              # qkv, out, up and down
     pairs = (t + 1) / 2                                  # keys that a token sees, on average
     forward = layers * (2 * weights + 4 * c * pairs) + 2 * c * v
@@ -401,3 +403,23 @@ def test_ids_of_ragged_rows_are_named():
     for call in (nn.Transformer(**GPT), lambda ids: nn.EncoderDecoder(**PAIR)(ids, ids)):
         with pytest.raises(ValueError, match="ids are an array of integers: got rows of different lengths"):
             call([[1, 2], [3]])
+
+
+def test_a_ledger_of_checkpoints():
+    """Only the argument is kept, 4 numbers of 4 bytes for a token, and the forward pass (2 FLOPs a weight) runs again;
+    within another checkpoint it runs a third time. What was counted is what the inner nodes would keep."""
+    net = nn.Sequential(nn.Linear(4, 8), F.relu, nn.Linear(8, 2))
+
+    class Checkpointed(nn.Module):
+        def __init__(self, inner):
+            self.inner = inner
+
+        def forward(self, x):
+            return mg.checkpoint(self.inner, x)
+
+    once, forward = Checkpointed(net), 2 * (4 * 8 + 8 * 2)
+    plain = nn.summarize(net, mg.zeros(5, 4)).total
+    for model, times in ((once, 1), (Checkpointed(once), 2)):
+        total = nn.summarize(model, mg.zeros(5, 4)).total
+        assert total["forward"] == forward and total["backward"] == plain["backward"] + times * forward
+        assert total["activations"] == 4 * 4 < plain["activations"]

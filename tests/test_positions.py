@@ -212,6 +212,8 @@ def test_float32_stays_float32():
     (dict(base=1.0), ValueError, "base is a finite number above 1: got 1.0"),
     (dict(base="x"), TypeError, "base is a number: got str"),
     (dict(positions=["a"]), TypeError, r"positions are numbers: got list"),
+    (dict(positions=[0.0, math.inf]), ValueError, "positions are finite: got inf"),
+    (dict(positions=[[1], [2, 3]]), ValueError, "positions are one array: got rows of different lengths"),
     (dict(positions=[True]), TypeError, r"positions are numbers"),
     (dict(scaling="yarn"), TypeError, "scaling is a dict.*got str"),
     (dict(scaling={"factor": 2.0}), ValueError, '"rope_type" of scaling is one of default, linear, ntk, dynamic, yarn'),

@@ -119,7 +119,8 @@ class Module:
 
     @contextmanager
     def evaluating(self) -> Iterator[None]:
-        """eval() and no_grad() inside `with`; then every module's `training` is again what it was."""
+        """eval() and no_grad() inside `with`; then each module's `training` is again what it was. It is the module's,
+        for all threads: where several use a model at once, call model.eval() before."""
         modes = [(module, module.training) for module in self.modules()]
         try:
             self.eval()

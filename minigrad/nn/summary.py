@@ -23,7 +23,8 @@ class Ledger:
 
     parameters: numbers learned, a shared one where it comes first. forward, backward: floating-point operations of
     products for a token, 2 for a multiply-add. activations: bytes for a token that the recorded nodes keep for the
-    backward pass, parameters left out and each array counted once. cache: bytes of keys and values for a token.
+    backward pass, parameters left out and each array counted once; under mg.checkpoint its arguments are kept, and
+    backward computes the forward again. cache: bytes of keys and values for a token.
     """
 
     def __init__(self, title: str, tokens: int, rows: dict[str, dict[str, float]], notes: dict[str, str]) -> None:
@@ -55,6 +56,7 @@ class _Meter(Watcher):
         self.bases: list[Any] = []                       # keeps what is counted alive, so that its id stays its own
         self.stack: list[str] = []
         self.rows: dict[str, dict[str, float]] = {}
+        self.nodes: list[list[Any]] = []                 # index, path, FLOPs, bytes and the arrays
 
     def row(self, path: str) -> dict[str, float]:
         return self.rows.setdefault(path, dict.fromkeys(COLUMNS, 0.0))
@@ -66,6 +68,7 @@ class _Meter(Watcher):
         self.stack.pop()
 
     def computed(self, op: Any, out: Tensor, args: Any, params: dict[str, Any]) -> None:
+<<<<<<< HEAD
         row, node = self.row(self.stack[-1] if self.stack else ""), out.node
         row["forward"] += flops(op, args, params)
         if node is None:
@@ -81,6 +84,35 @@ class _Meter(Watcher):
         self.counted.add(id(base))
         self.bases.append(base)
         return base.nbytes
+=======
+        path, node = self.stack[-1] if self.stack else "", out.node
+        row, once, pull = self.row(path), 0, 0
+        if op.name == "checkpoint":
+            self.drop(params["since"])
+        else:
+            once = flops(op, args, params)
+            pull = 0 if node is None else backward_flops(op, args, params, [t is not None for t in node.targets])
+        row["forward"] += once
+        row["backward"] += pull
+        if node is not None:
+            fresh = {id(base): base for base in map(_base, held_by(node)) if id(base) not in self.counted}
+            kept = sum(base.nbytes for base in fresh.values())
+            row["activations"] += kept
+            self.counted.update(fresh)
+            self.bases += fresh.values()
+            self.nodes.append([node.index, path, once, kept, fresh])
+
+    def drop(self, since: int) -> None:
+        """A checkpoint lets go of what the nodes numbered above `since` keep, and will compute them again."""
+        for entry in reversed(self.nodes):
+            index, path, once, kept, fresh = entry
+            if index <= since:
+                break
+            self.row(path)["backward"] += once
+            self.row(path)["activations"] -= kept
+            self.counted.difference_update(fresh)
+            entry[3:] = 0, ()
+>>>>>>> brk
 
 
 def summarize(model: Module, *inputs: Any, targets: Any = None) -> Ledger:

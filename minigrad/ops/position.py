@@ -161,8 +161,9 @@ def alibi_bias(n_heads, t, s, query_offset=0):
     Press et al. (2022) with is_causal=True, which hides the keys ahead; without, symmetric. query_offset: see
     `relative_buckets`; (B, 1, 1, 1) of them give (B, H, T, S).
     """
-    slopes = alibi_slopes(n_heads)[:, None, None]
-    return (slopes * -abs(_ahead("alibi_bias", t, s, query_offset))).astype(np.float32)
+    slopes, away = alibi_slopes(n_heads)[:, None, None], -abs(_ahead("alibi_bias", t, s, query_offset))
+    bias = np.empty(np.broadcast_shapes(slopes.shape, away.shape), np.float32)
+    return np.multiply(slopes, away, out=bias, casting="same_kind")      # no float64 array of that size on the way
 
 
 def relative_buckets(t, s, n_buckets=32, max_distance=128, bidirectional=True, query_offset=0):
@@ -213,7 +214,12 @@ def _above(op, name, x, bound):
 
 
 def _positions(op, positions):
-    p = to_host(_raw(positions))
+    try:
+        p = to_host(_raw(positions))
+    except ValueError:
+        raise ValueError(f"[{op}] positions are one array: got rows of different lengths") from None
     if p.dtype.kind not in "iuf":
         raise TypeError(f"[{op}] positions are numbers: got {describe(positions)}")
+    if not np.isfinite(p).all():                         # a cosine of nothing
+        raise ValueError(f"[{op}] positions are finite: got {p[~np.isfinite(p)][0]}")
     return p
