@@ -68,23 +68,6 @@ class _Meter(Watcher):
         self.stack.pop()
 
     def computed(self, op: Any, out: Tensor, args: Any, params: dict[str, Any]) -> None:
-<<<<<<< HEAD
-        row, node = self.row(self.stack[-1] if self.stack else ""), out.node
-        row["forward"] += flops(op, args, params)
-        if node is None:
-            return
-        row["backward"] += backward_flops(op, args, params, [target is not None for target in node.targets])
-        row["activations"] += sum(self.new(a) for a in node.kept)
-
-    def new(self, array: Any) -> int:
-        """Bytes of the memory that `array` is part of, the first time it is met."""
-        base = root(array)
-        if id(base) in self.counted:
-            return 0
-        self.counted.add(id(base))
-        self.bases.append(base)
-        return base.nbytes
-=======
         path, node = self.stack[-1] if self.stack else "", out.node
         row, once, pull = self.row(path), 0, 0
         if op.name == "checkpoint":
@@ -95,7 +78,7 @@ class _Meter(Watcher):
         row["forward"] += once
         row["backward"] += pull
         if node is not None:
-            fresh = {id(base): base for base in map(_base, held_by(node)) if id(base) not in self.counted}
+            fresh = {id(base): base for base in map(root, node.kept) if id(base) not in self.counted}
             kept = sum(base.nbytes for base in fresh.values())
             row["activations"] += kept
             self.counted.update(fresh)
@@ -112,7 +95,6 @@ class _Meter(Watcher):
             self.row(path)["activations"] -= kept
             self.counted.difference_update(fresh)
             entry[3:] = 0, ()
->>>>>>> brk
 
 
 def summarize(model: Module, *inputs: Any, targets: Any = None) -> Ledger:
