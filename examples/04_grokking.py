@@ -26,7 +26,7 @@ learning rate 1e-3 (10 epochs of warm-up), betas (0.9, 0.98), weight decay 1 on 
 float64. Weights start normal with deviation 1/sqrt(width), the head's with 1/sqrt(tokens), biases at 0. When grokking
 comes depends on all of these.
 
-The folder --out holds curves.png and log.csv. Ctrl-C stops and leaves what was drawn so far.
+The folder --out holds curves.png and log.csv, replaced by the next run. Ctrl-C stops and leaves what was drawn so far.
 """
 
 from __future__ import annotations
@@ -126,11 +126,13 @@ def first_below(rows: list[dict], name: str) -> int | None:
 
 def write(out: Path, rows: list[dict], before: np.ndarray, now: np.ndarray) -> None:
     """log.csv and curves.png."""
+    from matplotlib.figure import Figure
+
     with io.write_whole(out / "log.csv") as file:
         writer = csv.DictWriter(file, COLUMNS, lineterminator="\n")
         writer.writeheader()
         writer.writerows(rows)
-    figure = matplotlib.figure.Figure(figsize=(11, 4.2), dpi=130, layout="constrained")
+    figure = Figure(figsize=(11, 4.2), dpi=130, layout="constrained")
     left, right = figure.subplots(1, 2, width_ratios=(3, 2))
     epochs = [row["epoch"] for row in rows]
     for name, label, color in (("train_loss", "train", "#8aa1b8"), ("test_loss", "test", "#c2410c")):
@@ -157,6 +159,8 @@ def write(out: Path, rows: list[dict], before: np.ndarray, now: np.ndarray) -> N
 
 
 def main(argv: list[str] | None = None) -> int:
+    import matplotlib.figure  # noqa: F401  (a missing one is told now, not when the first picture is drawn)
+
     args = arguments(argv)
     if args.threads is not None:
         mg.set_num_threads(args.threads)
@@ -216,12 +220,10 @@ def report(rows: list[dict], args: argparse.Namespace, shares: np.ndarray) -> No
 
 if __name__ == "__main__":
     try:
-        import matplotlib.figure
-    except ImportError:
-        sys.exit("error: matplotlib is missing; in the clone of minigrad: python -m pip install -e '.[train]'")
-    try:
         sys.exit(main())
     except KeyboardInterrupt:
         sys.exit(130)
-    except (train.TrainingError, ImportError, RuntimeError, ValueError, OSError) as error:   # in one line, no traceback
+    except ImportError as error:
+        sys.exit(f"error: {error.name} is missing; in the clone of minigrad: python -m pip install -e '.[train]'")
+    except (train.TrainingError, RuntimeError, ValueError, OSError) as error:        # in one line, no traceback
         sys.exit(f"error: {error}")

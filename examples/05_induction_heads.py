@@ -22,7 +22,8 @@ head. The answer then always stands 15 positions back, so one head that counts t
 the same on blocks of 16, and it is lost on blocks of 12. That is why the blocks here have all lengths from 8 to 24, and
 why the script asks every head about blocks of 12 and of 16.
 
-The folder --out holds loss.png, attention.png and log.csv. Ctrl-C stops and leaves what was drawn so far.
+The folder --out holds loss.png, attention.png and log.csv, replaced by the next run. Ctrl-C stops and leaves what was
+drawn so far.
 """
 
 from __future__ import annotations
@@ -151,12 +152,14 @@ def as_text(before: np.ndarray, after: np.ndarray, size: int) -> str:
 
 def write(out: Path, rows: list[dict], before: dict, after: dict) -> None:
     """log.csv, loss.png, attention.png."""
+    from matplotlib.figure import Figure
+
     with io.write_whole(out / "log.csv") as file:
         writer = csv.DictWriter(file, COLUMNS, lineterminator="\n")
         writer.writeheader()
         writer.writerows(rows)
 
-    figure = matplotlib.figure.Figure(figsize=(7, 5.6), dpi=130, layout="constrained")
+    figure = Figure(figsize=(7, 5.6), dpi=130, layout="constrained")
     losses, heads = figure.subplots(2, 1, sharex=True, height_ratios=(3, 2))
     steps = [row["step"] for row in rows]
     for axes, key, label, color in (
@@ -179,7 +182,7 @@ def write(out: Path, rows: list[dict], before: dict, after: dict) -> None:
     with io.write_whole(out / "loss.png", "wb") as file:
         figure.savefig(file, format="png")
 
-    figure = matplotlib.figure.Figure(figsize=(8.4, 8.4), dpi=130, layout="constrained")
+    figure = Figure(figsize=(8.4, 8.4), dpi=130, layout="constrained")
     grid = figure.subplots(2, 2, sharex=True, sharey=True)
     for axes, (role, head) in zip(grid.T, chosen(after).items()):
         for a, seen in zip(axes, (before, after)):
@@ -216,6 +219,8 @@ def report(rows: list[dict], before: dict, after: dict, others: dict[int, dict])
 
 
 def main(argv: list[str] | None = None) -> int:
+    import matplotlib.figure  # noqa: F401  (a missing one is told now, not when the first picture is drawn)
+
     args = arguments(argv)
     if args.threads is not None:
         mg.set_num_threads(args.threads)
@@ -266,12 +271,10 @@ def main(argv: list[str] | None = None) -> int:
 
 if __name__ == "__main__":
     try:
-        import matplotlib.figure
-    except ImportError:
-        sys.exit("error: matplotlib is missing; in the clone of minigrad: python -m pip install -e '.[train]'")
-    try:
         sys.exit(main())
     except KeyboardInterrupt:
         sys.exit(130)
-    except (train.TrainingError, ImportError, RuntimeError, ValueError, OSError) as error:   # in one line, no traceback
+    except ImportError as error:
+        sys.exit(f"error: {error.name} is missing; in the clone of minigrad: python -m pip install -e '.[train]'")
+    except (train.TrainingError, RuntimeError, ValueError, OSError) as error:        # in one line, no traceback
         sys.exit(f"error: {error}")

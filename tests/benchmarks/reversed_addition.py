@@ -30,7 +30,7 @@ from minigrad import data, io, nn, optim, train
 
 LAYERS, WIDTH, HEADS, BATCH = 4, 64, 4, 256
 LR, WARMUP, BETAS, DECAY, CLIP = 2e-3, 100, (0.9, 0.99), 0.1, 1.0
-HELD_OUT, FURTHER = 1000, 10_000
+HELD_OUT = 1000
 DIGITS, ANSWER, QUESTION = 3, 4, 8                       # characters of a number, of the answer, and of "123+456="
 TOKENS = data.CharTokenizer("0123456789+=")              # a digit's id is the digit
 
@@ -63,25 +63,28 @@ def main(argv: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     parser.add_argument("--steps", type=int, default=2000, help="the learning rate falls over so many (default: 2000)")
     parser.add_argument("--every", type=int, default=100, help="steps between checks (default: 100)")
+    parser.add_argument("--further", type=int, default=10_000, metavar="N",
+                        help="sums held out besides, asked once at the end (default: 10000)")
     parser.add_argument("--seed", type=int, default=1)
     parser.add_argument("--threads", type=int, help="CPU threads (default: all cores)")
     parser.add_argument("--out", metavar="FILE", help="write the curve here as CSV: step, loss, right, seconds")
     args = parser.parse_args(argv)
-    if min(args.steps, args.every) < 1:
-        parser.error(f"--steps and --every are at least 1: {args.steps}, {args.every}")
+    if min(args.steps, args.every, args.further) < 1 or args.further > 500_000:
+        parser.error("--steps and --every are at least 1, --further from 1 to 500000: "
+                     f"{args.steps}, {args.every}, {args.further}")
     if args.threads is not None:
         mg.set_num_threads(args.threads)
     train.keep_freed_memory()
 
     rng = np.random.default_rng(args.seed)
     every_sum = rng.permutation(10 ** (2 * DIGITS))
-    held_out, further, to_learn = np.split(every_sum, [HELD_OUT, HELD_OUT + FURTHER])
+    held_out, further, to_learn = np.split(every_sum, [HELD_OUT, HELD_OUT + args.further])
     mg.manual_seed(args.seed)
     model = nn.Transformer(vocab_size=TOKENS.vocab_size, context=QUESTION + ANSWER - 1, d_model=WIDTH, n_layers=LAYERS,
                            n_heads=HEADS)
     optimizer = optim.AdamW(train.decay_groups(model, DECAY), lr=LR, betas=BETAS)
     schedule = optim.cosine_schedule(LR, args.steps, min(WARMUP, args.steps // 10), LR / 100)
-    print(f"{len(to_learn):,} sums to learn from, {HELD_OUT:,} + {FURTHER:,} held out; {model.num_parameters():,} "
+    print(f"{len(to_learn):,} sums to learn from, {HELD_OUT:,} + {args.further:,} held out; {model.num_parameters():,} "
           f"parameters, seed {args.seed}, {mg.get_num_threads()} threads")
     print(f"{'step':>6} {'loss':>9} {'right of 1000':>14} {'seconds':>8}")
 
@@ -114,7 +117,7 @@ def main(argv: list[str] | None = None) -> int:
     reached = rows[-1][2] == HELD_OUT
     print(f"\n{'':44}{'published':>10}{'this run':>10}")
     print(f"{f'right of the {HELD_OUT:,} held-out sums':44}{HELD_OUT:>10,}{rows[-1][2]:>10,}")
-    print(f"{f'right of {FURTHER:,} more, asked once':44}{'':>10}{right(model, further):>10,}")
+    print(f"{f'right of {args.further:,} more, asked once':44}{'':>10}{right(model, further):>10,}")
     print(f"the goal is {'reached' if reached else 'MISSED'} at step {rows[-1][0]}, {rows[-1][3]:.0f} s")
     return 0 if reached else 1
 
