@@ -1,7 +1,7 @@
 """Induction heads: two layers of attention, alone, learn to continue what they have seen before, and do so all at once.
 
     python examples/05_induction_heads.py                       # about five minutes
-    python examples/05_induction_heads.py --lengths 16 16       # the trap: see below
+    python examples/05_induction_heads.py --published           # the setup of the published curve, and its trap
 
 Every row of training data is a block of random tokens, repeated until 48 tokens are full: "r k b z r k b z ...". The
 first block cannot be foretold (log 128 = 4.85 nats a token). Everything after it can: look where the current token
@@ -17,10 +17,17 @@ loss falls at once, a phase change (Elhage et al., "A Mathematical Framework for
 al., "In-context Learning and Induction Heads", 2022; the task is the repeated subsequences of Nanda et al., "Progress
 measures for grokking via mechanistic interpretability", 2023).
 
-The trap: let every block have 16 tokens (--lengths 16 16), and the loss falls as well, but what forms is no induction
-head. The answer then always stands 15 positions back, so one head that counts to 15 is enough. Its attention map looks
-the same on blocks of 16, and it is lost on blocks of 12. That is why the blocks here have all lengths from 8 to 24, and
-why the script asks every head about blocks of 12 and of 16.
+The published curve (--published) is of rows in which every block has 16 tokens, repeated 3 times. The loss falls as it
+should, but what forms there is no induction head. The answer always stands 15 positions back, so a head that counts to
+15 is enough, and no head of layer 1 is needed. On blocks of 16 its attention looks exactly like an induction head's; on
+blocks of 12 it is lost, and its loss is far above guessing. So the blocks here have all lengths from 8 to 24, and the
+script ends by asking the head about blocks of 12 and of 16.
+
+Setup: two layers of attention, 4 heads, width 48, 128 tokens, no MLPs, 48 positions, batch 128, AdamW with learning
+rate 1e-3 and weight decay 1. Here, with LayerNorm, rotary positions ("one back" is the same everywhere) and GPT-2's
+start, all is over within 400 steps. --published has, as in `transformers.py` of the repository progress-measures-paper,
+no norms, learned positions, betas (0.9, 0.98), 10 steps of warm-up, and normal weights of deviation 1/sqrt(width),
+the head's 1/sqrt(tokens); there the fall comes between steps 500 and 1000.
 
 The folder --out holds loss.png, attention.png and log.csv, replaced by the next run. Ctrl-C stops and leaves what was
 drawn so far.
@@ -43,7 +50,8 @@ from minigrad import io, nn, optim, train
 
 VOCAB, CONTEXT, WIDTH, LAYERS, HEADS, BATCH = 128, 48, 48, 2, 4, 128
 LR, DECAY = 1e-3, 1.0
-SHOWN, ASKED = 12, (12, 16)                              # the length of the blocks drawn, and those in the table
+ASKED = (12, 16)                                         # lengths of blocks that the head is asked about at the end
+PUBLISHED = {500: 4.6, 1000: 1.3}                        # step -> loss, about
 COLUMNS = ("step", "loss", "first", "repeats", "previous", "induction")
 SHADES = " .:-=+*#%@"
 
@@ -51,17 +59,14 @@ SHADES = " .:-=+*#%@"
 def arguments(argv: list[str] | None) -> argparse.Namespace:
     p = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     p.add_argument("--steps", type=int, default=1000)
-    p.add_argument("--lengths", type=int, nargs=2, default=(8, 24), metavar=("MIN", "MAX"),
-                   help="of the blocks learnt from (default: 8 24)")
+    p.add_argument("--published", action="store_true", help="the setup of the published curve: all blocks of 16 tokens")
     p.add_argument("--every", type=int, default=50, metavar="N", help="steps between rows of the table (default: 50)")
     p.add_argument("--seed", type=int, default=0)
     p.add_argument("--out", default="runs/induction-heads", metavar="DIR")
     p.add_argument("--threads", type=int, help="CPU threads (default: all cores)")
     args = p.parse_args(argv)
-    least, most = args.lengths
-    if min(args.steps, args.every) < 1 or not 2 <= least <= most <= CONTEXT // 2:
-        raise ValueError(f"[arguments] --steps and --every are at least 1 and 2 <= MIN <= MAX <= {CONTEXT // 2}: "
-                         f"got {args.steps}, {args.every}, {least}, {most}")
+    if min(args.steps, args.every) < 1:
+        raise ValueError(f"[arguments] --steps and --every are at least 1: got {args.steps}, {args.every}")
     return args
 
 
@@ -79,12 +84,16 @@ def attention_maps(model: nn.Transformer, ids: np.ndarray) -> np.ndarray:
     maps = []
     with mg.no_grad():
         x = model.embedding(ids)
+        if model.position is not None:
+            x = x + model.position.weight[:ids.shape[1]]
         for block in model.blocks:
             attention = block.attention
-            packed = attention.qkv(block.norm1(x)).reshape(*ids.shape, 3, HEADS, attention.d_head)
+            packed = attention.qkv(x if block.norm1 is None else block.norm1(x))
+            packed = packed.reshape(*ids.shape, 3, HEADS, attention.d_head)
             q, k, _ = F.moveaxis(packed, 2, 0).swapaxes(-2, -3)                       # each (B, H, T, D)
-            cos, sin = F.rotary_tables(range(ids.shape[1]), attention.d_head)
-            q, k = F.rotary_embedding(q, cos, sin), F.rotary_embedding(k, cos, sin)
+            if attention.rope_base:
+                cos, sin = F.rotary_tables(range(ids.shape[1]), attention.d_head, attention.rope_base)
+                q, k = F.rotary_embedding(q, cos, sin), F.rotary_embedding(k, cos, sin)
             scores = q @ k.mT / math.sqrt(attention.d_head)
             maps.append(F.masked_softmax(scores, visible).numpy().swapaxes(0, 1))
             x = block(x)
@@ -104,10 +113,15 @@ def head_scores(maps: np.ndarray, ids: np.ndarray) -> tuple[np.ndarray, np.ndarr
     return previous, induction
 
 
-def make_model() -> nn.Transformer:
-    """Two layers of attention without MLPs; rotary positions, so that "one back" is the same everywhere in a row."""
-    return nn.Transformer(vocab_size=VOCAB, context=CONTEXT, d_model=WIDTH, n_layers=LAYERS, n_heads=HEADS, mlp="none",
-                          position="rope", bias=False, tied=False)
+def make_model(published: bool) -> nn.Transformer:
+    """Two layers of attention without MLPs."""
+    model = nn.Transformer(vocab_size=VOCAB, context=CONTEXT, d_model=WIDTH, n_layers=LAYERS, n_heads=HEADS, mlp="none",
+                           norm="none" if published else "layer", position="learned" if published else "rope",
+                           bias=False, tied=False)
+    if published:
+        for path, p in model.named_parameters():
+            p.copy_(mg.randn(*p.shape) / math.sqrt(VOCAB if path == "head.weight" else WIDTH))
+    return model
 
 
 def look(model: nn.Transformer, seed: int, length: int) -> dict:
@@ -150,7 +164,7 @@ def as_text(before: np.ndarray, after: np.ndarray, size: int) -> str:
     return "\n".join(f"  {a:{size}}  |  {b}".rstrip() for a, b in zip(*pictures))
 
 
-def write(out: Path, rows: list[dict], before: dict, after: dict) -> None:
+def write(out: Path, rows: list[dict], before: dict, after: dict, shown: int) -> None:
     """log.csv, loss.png, attention.png."""
     from matplotlib.figure import Figure
 
@@ -169,14 +183,14 @@ def write(out: Path, rows: list[dict], before: dict, after: dict) -> None:
         axes.plot(steps, values, label=f"{label}, {values[-1]:.2f}", color=color, linewidth=2)
     losses.axhline(math.log(VOCAB), color="#475569", linestyle="--", linewidth=1.2,
                    label=f"guessing, {math.log(VOCAB):.2f}")
-    losses.set(ylabel="loss (nats per token)", ylim=(0, None), title="Blocks of 12 tokens, repeated")
+    losses.set(ylabel="loss (nats per token)", ylim=(0, None), title=f"Blocks of {shown} tokens, repeated")
     heads.set(xlabel="step", ylabel="attention of the best head", ylim=(0, 1))
     heads.set_xlim(left=0)
     for axes in (losses, heads):
         if (change := phase_change(rows)) is not None:
             axes.axvspan(*change, color="#fde68a", alpha=0.6, linewidth=0, label="phase change")
         axes.grid(alpha=0.25)
-        axes.legend(frameon=False, loc="center left", bbox_to_anchor=(1, 0.5))
+        axes.legend(frameon=False, loc="center right" if axes is losses else "lower right")
         for side in ("top", "right"):
             axes.spines[side].set_visible(False)
     with io.write_whole(out / "loss.png", "wb") as file:
@@ -188,7 +202,7 @@ def write(out: Path, rows: list[dict], before: dict, after: dict) -> None:
         for a, seen in zip(axes, (before, after)):
             a.imshow(seen["maps"][head], cmap="Oranges", vmin=0, vmax=1, interpolation="nearest")
             a.set_title(f"{role} ({name(head)}), step {seen['step']}", fontsize=10)
-            for edge in range(SHOWN, CONTEXT, SHOWN):    # where a block ends
+            for edge in range(shown, CONTEXT, shown):    # where a block ends
                 a.axhline(edge - 0.5, color="#475569", linewidth=0.5)
                 a.axvline(edge - 0.5, color="#475569", linewidth=0.5)
     for a in grid[1]:
@@ -199,9 +213,9 @@ def write(out: Path, rows: list[dict], before: dict, after: dict) -> None:
         figure.savefig(file, format="png")
 
 
-def report(rows: list[dict], before: dict, after: dict, others: dict[int, dict]) -> None:
-    """The heads before and after, their maps as text, and whether they follow tokens or only count."""
-    print(f"\nattention of every head on blocks of {SHOWN}, step {before['step']} -> step {after['step']}")
+def report(rows: list[dict], before: dict, after: dict, others: dict[int, dict], shown: int, published: bool) -> None:
+    """The heads before and after, their maps as text, whether they follow tokens or only count, and the published."""
+    print(f"\nattention of every head on blocks of {shown}, step {before['step']} -> step {after['step']}")
     print(f"{'':18}{'to the previous token':>26}{'to what followed before':>28}")
     for layer in range(LAYERS):
         for head in range(HEADS):
@@ -209,13 +223,18 @@ def report(rows: list[dict], before: dict, after: dict, others: dict[int, dict])
                                    for key in ("previous", "induction"))
             print(f"{name((layer, head)):18}{previous:>26}{induction:>28}")
     head = chosen(after)["induction head"]
-    print(f"\nthe map of {name(head)}: before, and after (three blocks of {SHOWN}; a row looks at columns)\n")
-    print(as_text(before["maps"][head], after["maps"][head], 3 * SHOWN))
+    print(f"\nthe map of {name(head)}: before, and after (three blocks of {shown}; a row looks at columns)\n")
+    print(as_text(before["maps"][head], after["maps"][head], 3 * shown))
     print(f"\n{'blocks of':>10} {'loss, first block':>18} {'loss, repeats':>14} {name(head) + ', induction':>28}")
     for length, seen in others.items():
         print(f"{length:>10} {seen['first']:>18.2f} {seen['repeats']:>14.2f} {seen['induction'][head]:>28.2f}")
+    print(f"\n{'':12}{'published':>10}{'this run, all tokens':>22}{'repeats':>10}" +
+          ("" if published else "      (published: blocks of 16 alone, see --published)"))
+    for row in rows:
+        if row["step"] in PUBLISHED:
+            print(f"step {row['step']:<7}{PUBLISHED[row['step']]:>10}{row['loss']:>22.2f}{row['repeats']:>10.2f}")
     change = phase_change(rows)
-    print(f"\nphase change: {'not seen' if change is None else f'between steps {change[0]} and {change[1]}'}")
+    print(f"phase change: {'not seen' if change is None else f'between steps {change[0]} and {change[1]}'}")
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -229,11 +248,14 @@ def main(argv: list[str] | None = None) -> int:
     train.keep_freed_memory()
     mg.manual_seed(args.seed)
     rng = np.random.default_rng(args.seed)
-    model = make_model()
-    optimizer = optim.AdamW(model.parameters(), lr=LR, weight_decay=DECAY)
+    lengths, shown = ((16, 16), 16) if args.published else ((8, 24), 12)
+    model = make_model(args.published)
+    optimizer = optim.AdamW(model.parameters(), lr=LR, betas=(0.9, 0.98 if args.published else 0.999),
+                            weight_decay=DECAY)
+    schedule = optim.constant_schedule(LR, 10 if args.published else 0)
     print(f"{model.num_parameters():,} parameters, {mg.get_num_threads()} threads, seed {args.seed}; blocks of "
-          f"{args.lengths[0]} to {args.lengths[1]} tokens")
-    print(f"loss: on all that is learnt from; then, on blocks of {SHOWN}: loss in the first block and in repeats, and "
+          f"{lengths[0]} to {lengths[1]} tokens")
+    print(f"loss: on all that is learnt from; then, on blocks of {shown}: loss in the first block and in repeats, and "
           "attention of the best heads")
     print(f"{'step':>6} {'loss':>7} {'first':>7} {'repeats':>8} {'previous':>9} {'induction':>10} {'seconds':>8}")
 
@@ -243,10 +265,10 @@ def main(argv: list[str] | None = None) -> int:
     begin, stopped = time.perf_counter(), False
     try:
         for step in range(args.steps + 1):
-            ids, _ = repeated(rng, BATCH, args.lengths)
+            ids, _ = repeated(rng, BATCH, lengths)
             loss = model.loss(ids[:, :-1], ids[:, 1:])
             if step % args.every == 0 or step == args.steps:
-                seen = {"step": step, **look(model, args.seed, SHOWN)}
+                seen = {"step": step, **look(model, args.seed, shown)}
                 rows.append(dict(zip(COLUMNS, (step, float(loss), seen["first"], seen["repeats"],
                                                float(seen["previous"].max()), float(seen["induction"].max())))))
                 print("{step:>6} {loss:>7.3f} {first:>7.3f} {repeats:>8.3f} {previous:>9.2f} {induction:>10.2f}".format(
@@ -254,8 +276,9 @@ def main(argv: list[str] | None = None) -> int:
                 if not before or seen["repeats"] > 0.9 * math.log(VOCAB):
                     before = seen                        # the last look at which it was still near guessing
                 if len(rows) % 10 == 0:                  # pictures to watch while it goes on
-                    write(out, rows, before, seen)
+                    write(out, rows, before, seen, shown)
             if step < args.steps:
+                optimizer.param_groups[0]["lr"] = schedule(step)
                 optimizer.zero_grad()
                 loss.backward()
                 optimizer.step()
@@ -263,8 +286,9 @@ def main(argv: list[str] | None = None) -> int:
         stopped = True
         print("\nstopped")
     if rows:
-        write(out, rows, before, seen)
-        report(rows, before, seen, {length: look(model, args.seed, length) for length in ASKED})
+        write(out, rows, before, seen, shown)
+        others = {length: look(model, args.seed, length) for length in ASKED}
+        report(rows, before, seen, others, shown, args.published)
         print(f"written: {out / 'log.csv'}, {out / 'loss.png'}, {out / 'attention.png'}")
     return 130 if stopped else 0
 

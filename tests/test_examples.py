@@ -131,20 +131,21 @@ def test_05_induction_heads(tmp_path):
     assert is_png(tmp_path / "run" / "loss.png") and is_png(tmp_path / "run" / "attention.png")
 
 
-def test_05_attention_maps_are_the_models_own():
+@pytest.mark.parametrize("published", [False, True])
+def test_05_attention_maps_are_the_models_own(published):
     """A recomputed from q and k, times v and through `out`, is what the layer itself returns."""
     script = loaded(EXAMPLES / "05_induction_heads.py")
     mg.manual_seed(0)
-    model = script.make_model()
+    model = script.make_model(published)
     for p in model.parameters():                         # at its start of 0.02 all attention is alike: make it differ
         if p.ndim == 2:
-            p.copy_(p.numpy() * 10)
+            p.copy_(p.numpy() * (2 if published else 10))
     ids, _ = script.repeated(np.random.default_rng(0), 3, (5, 9))
     maps = script.attention_maps(model, ids)
     assert abs(maps.sum(axis=-1) - 1).max() < 1e-5 and maps.max() > 0.5
-    x = model.embedding(ids)
+    x = model.embedding(ids) + (model.position.weight if published else 0.0)
     for block, a in zip(model.blocks, maps.swapaxes(1, 2)):
-        normed = block.norm1(x)
+        normed = x if published else block.norm1(x)
         v = block.attention.qkv(normed).numpy()[..., -script.WIDTH:].reshape(3, 48, script.HEADS, -1).swapaxes(1, 2)
         y = block.attention.out(mg.tensor((a @ v).swapaxes(1, 2).reshape(3, 48, script.WIDTH)))
         assert abs(y.numpy() - block.attention(normed).numpy()).max() < 1e-4
