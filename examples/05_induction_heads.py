@@ -18,10 +18,10 @@ al., "In-context Learning and Induction Heads", 2022; the task is the repeated s
 measures for grokking via mechanistic interpretability", 2023).
 
 The published curve (--published) is of rows in which every block has 16 tokens, repeated 3 times. The loss falls as it
-should, but what forms there is no induction head. The answer always stands 15 positions back, so a head that counts to
-15 is enough, and no head of layer 1 is needed. On blocks of 16 its attention looks exactly like an induction head's; on
-blocks of 12 it is lost, and its loss is far above guessing. So the blocks here have all lengths from 8 to 24, and the
-script ends by asking the head about blocks of 12 and of 16.
+should, but what forms there is no induction head. The answer always stands at the same place, 15 or 31 positions back,
+so a head that goes by positions alone is enough, and no head of layer 1 looks one back. On blocks of 16 its attention
+looks exactly like an induction head's; on blocks of 12 it is lost, and its loss is far above guessing. So the blocks
+here have all lengths from 8 to 24, and the script ends by asking the head about blocks of 12 and of 16.
 
 Setup: two layers of attention, 4 heads, width 48, 128 tokens, no MLPs, 48 positions, batch 128, AdamW with learning
 rate 1e-3 and weight decay 1. Here, with LayerNorm, rotary positions ("one back" is the same everywhere) and GPT-2's
