@@ -148,7 +148,8 @@ def name(head: tuple[int, int]) -> str:
 
 
 def chosen(after: dict) -> dict[str, tuple[int, int]]:
-    return {"previous-token head": best(after["previous"]), "induction head": best(after["induction"])}
+    """The heads that are drawn: the best at each of the two."""
+    return {"to the previous token": best(after["previous"]), "to what followed before": best(after["induction"])}
 
 
 def phase_change(rows: list[dict]) -> tuple[int, int] | None:
@@ -180,7 +181,8 @@ def write(out: Path, rows: list[dict], before: dict, after: dict, shown: int) ->
     steps = [row["step"] for row in rows]
     for axes, key, label, color in (
             (losses, "first", "first block: nothing to go by", "#8aa1b8"), (losses, "repeats", "repeats", "#c2410c"),
-            (heads, "previous", "previous-token head", "#8aa1b8"), (heads, "induction", "induction head", "#c2410c")):
+            (heads, "previous", "to the previous token", "#8aa1b8"),
+            (heads, "induction", "to what followed before", "#c2410c")):
         values = [row[key] for row in rows]
         axes.plot(steps, values, label=f"{label}, {values[-1]:.2f}", color=color, linewidth=2)
     losses.axhline(math.log(VOCAB), color="#475569", linestyle="--", linewidth=1.2,
@@ -192,7 +194,7 @@ def write(out: Path, rows: list[dict], before: dict, after: dict, shown: int) ->
         if (change := phase_change(rows)) is not None:
             axes.axvspan(*change, color="#fde68a", alpha=0.6, linewidth=0, label="phase change")
         axes.grid(alpha=0.25)
-        axes.legend(frameon=False, loc="center right" if axes is losses else "lower right")
+        axes.legend(frameon=False, loc="best")
         for side in ("top", "right"):
             axes.spines[side].set_visible(False)
     with io.write_whole(out / "loss.png", "wb") as file:
@@ -203,7 +205,7 @@ def write(out: Path, rows: list[dict], before: dict, after: dict, shown: int) ->
     for axes, (role, head) in zip(grid.T, chosen(after).items()):
         for a, seen in zip(axes, (before, after)):
             a.imshow(seen["maps"][head], cmap="Oranges", vmin=0, vmax=1, interpolation="nearest")
-            a.set_title(f"{role} ({name(head)}), step {seen['step']}", fontsize=10)
+            a.set_title(f"{role}: {name(head)}, step {seen['step']}", fontsize=10)
             for edge in range(shown, CONTEXT, shown):    # where a block ends
                 a.axhline(edge - 0.5, color="#475569", linewidth=0.5)
                 a.axvline(edge - 0.5, color="#475569", linewidth=0.5)
@@ -224,12 +226,16 @@ def report(rows: list[dict], before: dict, after: dict, others: dict[int, dict],
             previous, induction = (f"{before[key][layer, head]:.2f} -> {after[key][layer, head]:.2f}"
                                    for key in ("previous", "induction"))
             print(f"{name((layer, head)):18}{previous:>26}{induction:>28}")
-    head = chosen(after)["induction head"]
+    head = chosen(after)["to what followed before"]
     print(f"\nthe map of {name(head)}: before, and after (three blocks of {shown}; a row looks at columns)\n")
     print(as_text(before["maps"][head], after["maps"][head], 3 * shown))
-    print(f"\n{'blocks of':>10} {'loss, first block':>18} {'loss, repeats':>14} {name(head) + ', induction':>28}")
+    print(f"\n{'blocks of':>10} {'loss, first block':>18} {'loss, repeats':>14} "
+          f"{name(head) + ', to what followed':>35}")
     for length, seen in others.items():
-        print(f"{length:>10} {seen['first']:>18.2f} {seen['repeats']:>14.2f} {seen['induction'][head]:>28.2f}")
+        print(f"{length:>10} {seen['first']:>18.2f} {seen['repeats']:>14.2f} {seen['induction'][head]:>35.2f}")
+    shares = [seen["induction"][head] for seen in others.values()]
+    print("it follows tokens: an induction head" if min(shares) > 0.3 else
+          "it goes by positions alone: no induction head" if max(shares) > 0.3 else "no induction head yet")
     if at := [row for row in rows if row["step"] in PUBLISHED]:
         print(f"\n{'loss':12}{'published':>10}{'this run, all tokens':>22}{'repeats':>10}" +
               ("" if published else "    (published: with blocks of 16 alone, as --published has them)"))
