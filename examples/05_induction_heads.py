@@ -1,6 +1,6 @@
 """Induction heads: two layers of attention, alone, learn to continue what they have seen before, and do so all at once.
 
-    python examples/05_induction_heads.py                       # about five minutes
+    python examples/05_induction_heads.py                       # a few minutes
     python examples/05_induction_heads.py --published           # the setup of the published curve, and its trap
 
 Every row of training data is a block of random tokens, repeated until 48 tokens are full: "r k b z r k b z ...". The
