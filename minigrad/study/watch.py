@@ -81,6 +81,8 @@ class Record:
     module: str                                          # dotted path in the outermost module, its class name, or ""
     value: Snapshot | None
     attention: Attention | None
+    held: int                                            # bytes that the tape's nodes keep, with this one
+    pulls: int                                           # how many pulls the tape had noted before
 
 
 @dataclass(slots=True)
@@ -134,7 +136,7 @@ class Modules(ModuleWatcher):
 
 class Tape(Modules):
     """`with mg.Tape() as tape:` notes every node recorded inside and every backward pass that runs inside, for you to
-    read then or later: print(tape), tape.why(x), tape.tree(), tape.dot().
+    read then or later: print(tape), tape.why(x), tape.tree(), tape.dot(), tape.html(path).
 
     nodes: the Nodes, in creation order; records: a Record for each, same order; leaves: a Leaf for each leaf they used;
     pulls: a Pull for each node that the backward passes went through, in the order they ran. Values are noted as they
@@ -189,7 +191,8 @@ class Tape(Modules):
         self._numbers[node.index] = len(self.nodes)
         self.records.append(Record(
             len(self.nodes), op.name, formula, equation, rule, inputs, text.shown(op, params), node.shape, node.dtype,
-            str(node.device), node.backend, kept, node.line, self.path, value, attention))
+            str(node.device), node.backend, kept, node.line, self.path, value, attention, self._held + kept,
+            len(self._pulls)))
         self.nodes.append(node)
         self._held += kept
 
@@ -305,6 +308,13 @@ class Tape(Modules):
     def dot(self) -> str:
         """The graph for Graphviz (`dot -Tsvg`), clustered by module: text, which needs nothing installed."""
         return text.dot(self)
+
+    def html(self, path: str | os.PathLike[str], tokens: Sequence | None = None) -> None:
+        """Write the tape as a page: one file that opens from disk and steps through the forward and the backward pass.
+        tokens: labels of the positions, for the axes of attention that have as many. See `minigrad/study/page`."""
+        from minigrad.study import page                  # which reads Tapes
+
+        page.write(self, path, tokens)
 
     def _find(self, x: Any) -> Reference:
         if isinstance(x, Tensor):
