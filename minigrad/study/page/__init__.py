@@ -123,7 +123,8 @@ def _explained(tape: Tape, pull: Any) -> Iterator[tuple[Any, str, str]]:
         name = next((name for name, reference in inputs if reference == r.target), "")
         if name:
             inputs.remove((name, r.target))
-        yield r, name, text.rule_of(record.rule, name) if record is not None and name else ""
+        lines = [] if record is None else _lines(record.rule)
+        yield r, name, next((line for line in lines if line.startswith(f"ct_{name.partition('[')[0]} =")), "")
 
 
 def _labels(tokens: Sequence | None, attentions: Sequence[dict]) -> list[str] | None:

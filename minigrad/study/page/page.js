@@ -27,7 +27,7 @@ function number(x) {
   const size = Math.abs(x);
   const plain = size === 0 ? "0" : size >= 1e-3 && size < 1e6
     ? Number(size.toPrecision(size >= 1e4 ? String(Math.trunc(size)).length : 4)).toLocaleString("en", {maximumFractionDigits: 10})
-    : size.toPrecision(4).replace(/\.?0+(?=e|$)/, "").replace("e-", "e−").replace("e+", "e");
+    : size.toExponential(3).replace(/\.?0+(?=e)/, "").replace("e-", "e−").replace("e+", "e");
   return x < 0 ? "−" + plain : plain;
 }
 const bytes = n => n < 1024 ? `${n} B` : n < 1024 ** 2 ? `${number(n / 1024)} kB` : `${number(n / 1024 ** 2)} MB`;
@@ -123,7 +123,7 @@ const spoken = s => `min ${number(s.min)}, mean ${number(s.mean)}, max ${number(
 const written = s => `(${s.shape.join(", ")}${s.shape.length === 1 ? "," : ""})`;
 
 /** A snapshot: its numbers or its picture, and what sums it up. */
-function shown(index, what) {
+function shown(index, perRow = innerWidth < 800 ? 4 : 8) {
   if (index === null) return el("p", {class: "note"}, "No values: this tape was opened with values=False.");
   const s = snapshots[index];
   const stats = el("dl", {class: "stats"}, ["min", "mean", "max", "norm"].map(name =>
@@ -131,14 +131,14 @@ function shown(index, what) {
     counted(s) && el("div", {class: "alarm"}, el("dt", {}, "not finite"), el("dd", {}, counted(s))));
   const single = s.values && s.values.length === 1;
   return el("figure", {class: "snap", "data-snapshot": index},
-    el("figcaption", {}, what && el("span", {}, what), el("span", {}, times(written(s))), el("span", {}, s.dtype)),
-    s.values ? numbers(s) : heatmap(s), single && !counted(s) ? null : stats);
+    el("figcaption", {}, el("span", {}, times(written(s))), el("span", {}, s.dtype)),
+    s.values ? numbers(s, perRow) : heatmap(s), single && !counted(s) ? null : stats);
 }
 
-function numbers(s) {
+function numbers(s, perRow) {
   if (!s.values.length) return el("p", {class: "note"}, "no elements");
   if (!s.shape.length) return el("div", {class: "single"}, number(s.values[0]));
-  const columns = s.shape.length === 1 ? Math.min(8, s.shape[0]) : s.shape.at(-1), shade = shades();
+  const columns = s.shape.length === 1 ? Math.min(perRow, s.shape[0]) : s.shape.at(-1), shade = shades();
   const top = Math.max(...s.values.map(v => typeof v === "number" ? Math.abs(v) : 0)) || 1;
   const cell = v => {
     const [r, g, b] = shade(typeof v === "number" ? 0.55 * v / top : 0);
@@ -152,7 +152,7 @@ function numbers(s) {
       at = Math.floor(at / n);
     }
     if (s.shape.length > 1) name += ":";
-    rows.push(el("tr", {}, s.values.length > 8 || s.shape.length > 1 ? el("th", {scope: "row"}, `[${name}]`) : null,
+    rows.push(el("tr", {}, s.values.length > columns || s.shape.length > 1 ? el("th", {scope: "row"}, `[${name}]`) : null,
       s.values.slice(i, i + columns).map(cell)));
   }
   return el("div", {class: "scroll", tabindex: 0, role: "group", "aria-label": "Values"},
@@ -161,8 +161,7 @@ function numbers(s) {
 
 function heatmap(s) {
   const cells = unpacked(s.cells, Int8Array), shade = shades(), grey = rgb(themed("--hatch"));
-  const width = Math.min(384, Math.max(12 * s.columns, 160));
-  const height = s.rows === 1 ? 26 : Math.max(6, Math.min(12, width / s.columns)) * s.rows;
+  const width = Math.max(10 * s.columns, 160), height = s.rows === 1 ? 26 : 9 * s.rows;
   const full = [s.shape.slice(0, -1).reduce((a, b) => a * b, 1), s.shape.at(-1) ?? 1];
   const block = [full[0] / s.rows, full[1] / s.columns].map(n => Number(n.toFixed(1)));
   const signed = s.min < 0, top = s.top || 1;
@@ -182,12 +181,12 @@ function heatmap(s) {
   return el("div", {}, canvas, el("div", {class: "ramp"},
     el("span", {}, signed ? `−${number(s.top)}` : "0"), el("i", {style: `background: linear-gradient(90deg, ${ends})`}),
     el("span", {}, number(s.top)),
-    block[0] * block[1] > 1 && el("span", {}, `a cell: the mean of ${block[0]} × ${block[1]}`), at));
+    block[0] * block[1] > 1 && el("span", {}, `a cell: mean of ${block[0]} × ${block[1]}`), at));
 }
 
 // -------------------------------------------------------------------------------------------------- attention
 
-const picked = {head: 0, query: 0};
+const picked = {head: 0, query: Infinity};               // the last query sees most
 
 /** A of one head, a row per query; under it what the picked query looks at. */
 function attention(index) {
@@ -199,7 +198,8 @@ function attention(index) {
   picked.head = Math.min(picked.head, a.heads - 1);
   picked.query = Math.min(picked.query, a.rows - 1);
   const shade = shades(), hidden = rgb(themed("--hidden"));
-  const colour = head => i => seen(head * size + i) ? shade(weights[head * size + i] / 1e4) : hidden;
+  const ink = weight => shade(Math.sqrt(weight / 1e4));    // small weights too can be told apart
+  const colour = head => i => seen(head * size + i) ? ink(weights[head * size + i]) : hidden;
   const small = [...Array(a.heads).keys()].map(head => {
     const canvas = el("canvas", {"aria-hidden": "true"});
     paint(canvas, a.columns, a.rows, colour(head));
@@ -220,7 +220,7 @@ function attention(index) {
     for (let c = 0; c < size; c++) {
       const x = left + c % a.columns * CELL, y = above + Math.floor(c / a.columns) * CELL;
       cells.push(seen(base + c)
-        ? svg("rect", {x, y, width: CELL - 1, height: CELL - 1, fill: `rgb(${shade(weights[base + c] / 1e4)})`})
+        ? svg("rect", {x, y, width: CELL - 1, height: CELL - 1, fill: `rgb(${ink(weights[base + c])})`})
         : svg("path", {d: `M${x + 3} ${y + CELL - 4}L${x + CELL - 4} ${y + 3}`, stroke: themed("--hatch")}));
     }
     const names = [...Array(a.rows).keys()].map(r => svg("text", {x: left - 6, y: above + r * CELL + 11.5,
@@ -270,7 +270,8 @@ function attention(index) {
   return el("div", {class: "attention", "data-attention": index},
     el("div", {class: "heads", role: "radiogroup", "aria-label": "Head"}, small), large,
     el("div", {class: "ramp"}, el("span", {}, "0"),
-      el("i", {style: "background: linear-gradient(90deg, var(--zero), var(--positive))"}), el("span", {}, "1"),
+      el("i", {style: `background: linear-gradient(90deg, ${[0, 1, 4, 9, 16, 25].map(k =>
+        `rgb(${ink(400 * k)}) ${4 * k}%`)})`}), el("span", {}, "1"),
       el("i", {style: "width: 18px; background: linear-gradient(135deg, transparent 46%, var(--faint) 46% 54%, transparent 54%)"}),
       el("span", {}, "hidden from the query")), said,
     el("p", {class: "note"}, `A row per query, a column per key; the first element of the batch, before dropout`
@@ -314,7 +315,7 @@ function grouped() {
       if (!item.items) return item;
       flatten(item);
       return item.items.length === 1 && item.items[0].items === undefined
-        ? {...item.items[0], up: box, label: item.label} : item;
+        ? {...item.items[0], up: box, label: item.label === nodes[item.first].op ? "" : item.label} : item;
     });
   };
   flatten(root);
@@ -431,12 +432,12 @@ function place(item) {
   item.core = item.w;
   item.port = shift;
   item.lines = list.map(({from, to, pairs}) => {
-    const x1 = from === entry ? shift : from.x + from.port, y1 = from === entry ? HEAD - 3 : from.y + from.h;
+    const x1 = from === entry ? shift : from.x + from.port, y1 = from === entry ? 0 : from.y + from.h;
     const x2 = to === exit ? shift : to.x + to.port, y2 = to === exit ? item.h : to.y;
     if (to.layer - from.layer === 1 && from !== entry || to.layer === 1)
       return {pairs, d: `M${x1} ${y1}C${x1} ${(y1 + y2) / 2} ${x2} ${(y1 + y2) / 2} ${x2} ${y2}`};
     const lane = shift + left - 9 - taken.get(from).lane * LANE;
-    const start = (from === entry ? y1 : bottom(from.layer)) + 4, end = y2 - GAP / 2 - 2;
+    const start = from === entry ? HEAD - 8 : bottom(from.layer) + 4, end = y2 - GAP / 2 - 2;
     return {pairs, d: `M${x1} ${y1}C${x1} ${start + 14} ${lane} ${start} ${lane} ${start + 22}V${Math.max(start + 22, end - 12)}`
       + `C${lane} ${end + 8} ${x2} ${end - 6} ${x2} ${y2}`};
   });
@@ -586,6 +587,7 @@ function stepOf(node, other = false) {
 }
 const runs = new Set(pulls.map(p => p.run)).size;
 
+const namesOf = node => [...node.inputs.map(([name]) => name), ...Object.keys(node.params)];
 const link = (text, go, label) => el("button", {type: "button", class: "link", onclick: go, "aria-label": label}, text);
 const named = i => `${i} ${nodes[i].op}`;
 /** Where an argument comes from or a cotangent goes. */
@@ -621,7 +623,7 @@ function params(node) {
 }
 
 function forwardPanel(i) {
-  const node = nodes[i], names = node.inputs.map(([name]) => name), held = steps[now.step][2];
+  const node = nodes[i], names = namesOf(node), held = steps[now.step][2];
   const given = node.inputs.filter(([, kind, which]) => kind !== "constant" || which !== null);
   return [
     ...heading(node, i, FORWARD, "forward"),
@@ -648,20 +650,20 @@ function forwardPanel(i) {
 function backwardPanel(at) {
   const pull = pulls[at], node = pull.node === null ? null : nodes[pull.node], held = steps[now.step][2];
   const which = "backward" + (runs > 1 ? ` ${pull.run}` : "") + (pull.depth ? ", within a checkpoint" : "");
-  const names = node ? node.inputs.map(([name]) => name) : [];
+  const names = node ? namesOf(node) : [];
   return [
     ...heading(node, pull.node, BACKWARD, which),
     node && formula(ops[node.op].rule, names), node && params(node),
     el("h3", {}, "Cotangent in"), el("div", {class: "cotangent"}, shown(pull.ct)),
     el("h3", {}, pull.results.length > 1 ? "Cotangents out" : "Cotangent out"),
-    pull.results.map(result => el("div", {class: "result"},
+    el("div", {class: "results"}, pull.results.map(result => el("div", {class: "result"},
       el("p", {class: "to"}, result.argument && el("span", {class: "math"}, maths(`ct_${result.argument}`, names)),
         el("span", {}, "to ", reference(result.to))),
       result.rule && el("p", {class: "math", style: "margin: 0"}, maths(result.rule, names)),
       result.axes.length ? el("p", {class: "note", style: "margin: 4px 0 0"},
         `Summed over ${result.axes.length > 1 ? "axes" : "axis"} ${result.axes.join(", ")}, along which the forward pass had broadcast.`) : null,
       result.added ? el("p", {class: "note", style: "margin: 4px 0 0"}, "Added to what had come there before.") : null,
-      shown(result.ct))),
+      shown(result.ct, pull.results.length > 1 ? 4 : undefined)))),
     pull.results.length ? null : el("p", {class: "note"}, "None: no argument asked for one."),
     memory(held, 0, `Held after this step: ${bytes(held)}${node && node.kept ? `; it had kept ${bytes(node.kept)}` : ""}.`),
     node && el("details", {}, el("summary", {}, "What it computed"), formula([ops[node.op].formula], names, true),
