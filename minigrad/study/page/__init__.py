@@ -222,8 +222,10 @@ class _Compositions:
         return self.known[key]
 
     def _node(self, tape: Tape, r: Any, names: dict, whole: bool) -> dict[str, Any]:
-        came = [names.get(x) or text.referred(tape, x) for _, x in r.inputs if x != ("constant", None)]
+        came = [names.get(x) or (f"{x[1]} {tape.records[x[1]].name}" if x[0] == "node" else text.referred(tape, x))
+                for _, x in r.inputs if x != ("constant", None)]
         return {"op": r.name, "formula": r.formula, "equation": r.equation, "from": came, "params": r.params,
+                "names": [name for name, _ in r.inputs],
                 "shape": str(r.shape) if whole else "", "composition": self.number(tape, r)}
 
 

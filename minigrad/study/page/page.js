@@ -15,7 +15,7 @@ function make(space, tag, attributes = {}, ...inside) {
     if (name.startsWith("on")) made.addEventListener(name.slice(2), value);
     else if (value !== undefined && value !== false && value !== null) made.setAttribute(name, value === true ? "" : value);
   }
-  made.append(...inside.flat().filter(x => x !== null && x !== undefined && x !== ""));
+  made.append(...inside.flat(9).filter(x => x !== null && x !== undefined && x !== false && x !== ""));
   return made;
 }
 const el = (...given) => make("", ...given);
@@ -445,7 +445,17 @@ function place(item) {
 const tagName = (item, leaf) => leaf < 0 ? `${leavesOf(item.node).length - 1} more` : lastName(leaves[leaf].name);
 
 let drawn = [];                                          // what is on the sheet: {item, group} and {pairs, line}
+let openNow = null;                                      // the keys of the boxes that are drawn open
 function drawGraph() {
+  const open = [];
+  (function each(box) {
+    for (const item of box.items) if (item.items && isOpen(item)) {
+      open.push(item.key);
+      each(item);
+    }
+  })(root);
+  if (openNow === open.join(" ")) return;
+  openNow = open.join(" ");
   const focused = document.activeElement?.getAttribute?.("data-key");
   place(root);
   drawn = [];
@@ -526,21 +536,31 @@ function markGraph(scroll = false) {
     else passed.add(pulls[steps[i][1]].node);
   const side = kind === FORWARD ? "is-forward" : "is-backward";
   let current = null;
-  for (const {item, group, pairs, line} of drawn) {
+  const dress = (thing, on, looks) => {                  // writing costs more than comparing
+    if (thing.looks === looks) return;
+    thing.looks = looks;
+    on.setAttribute("class", looks);
+  };
+  for (const thing of drawn) {
+    const {item, group, pairs, line} = thing;
     if (line) {
-      line.setAttribute("class", pairs.some(([, to]) => to === node) ? `edge now ${side}` : "edge");
+      dress(thing, line, pairs.some(([, to]) => to === node) ? `edge now ${side}` : "edge");
       continue;
     }
     const base = item.items ? isOpen(item) ? "box" : "box closed" : "node", shut = base !== "box";
     const here = node !== null && holds(item, node) && shut;
     let state = "";
     if (shut) state = passed.has(item.first) ? "pulled" : made.has(item.last) ? "done" : "later";
-    group.setAttribute("class", `${base} ${state} ${here ? "now " + side : ""}`);
-    group.setAttribute("tabindex", here ? 0 : -1);
-    if (here) {
-      group.setAttribute("aria-current", "step");
-      current = group;
-    } else group.removeAttribute("aria-current");
+    dress(thing, group, `${base} ${state} ${here ? "now " + side : ""}`);
+    if (here) current = group;
+  }
+  for (const old of $("sheet").querySelectorAll("[aria-current], [tabindex='0']")) {
+    old.removeAttribute("aria-current");
+    old.setAttribute("tabindex", -1);
+  }
+  if (current) {
+    current.setAttribute("aria-current", "step");
+    current.setAttribute("tabindex", 0);
   }
   if (!current) $("sheet").querySelector("[role=treeitem]")?.setAttribute("tabindex", 0);
   for (const leaf of $("sheet").querySelectorAll(".leaf"))
@@ -594,8 +614,9 @@ const named = i => `${i} ${nodes[i].op}`;
 function reference([kind, which]) {
   if (kind === "node") return link(named(which), () => show(stepOf(which)));
   if (kind === "leaf") return link(leaves[which].name, () => showLeaf(which));
-  return el("span", {class: "note"}, kind === "outside" ? `${which}, outside this tape` : which ?? "not given");
+  return el("span", {class: "note"}, kind === "outside" ? `${which}, outside this tape` : constant(which));
 }
+const constant = said => said !== "" && Number.isFinite(Number(said)) ? number(Number(said)) : said;
 const valueOf = ([kind, which]) => kind === "node" ? nodes[which].value : kind === "leaf" ? leaves[which].value : null;
 
 function heading(node, i, kind, which) {
@@ -691,8 +712,8 @@ function composition(index, op) {
     if (event.target !== details || !details.open || details.children.length > 1) return;
     details.append(el("ol", {class: "listing"}, inner.map((node, i) => el("li", {},
       el("div", {class: "row"}, el("span", {class: "index"}, i), el("span", {}, node.op),
-        el("span", {class: "math"}, maths(node.formula)), el("span", {class: "shape"}, node.shape && times(node.shape)),
-        el("span", {class: "used"}, "of ", node.from.join(", "), node.equation && ` · ${node.equation}`,
+        el("span", {class: "math"}, maths(node.formula, node.names)), el("span", {class: "shape"}, node.shape && times(node.shape)),
+        el("span", {class: "used"}, "of ", node.from.map(constant).join(", "), node.equation && ` · ${node.equation}`,
           Object.entries(node.params).map(([name, value]) => ` · ${name} ${value}`))),
       composition(node.composition, node.op)))),
       whole ? "" : el("p", {class: "note"}, "Listed for smaller arrays, on which it was run again."));
@@ -703,13 +724,12 @@ function composition(index, op) {
 // --------------------------------------------------------------------------------------------- steps and time
 
 function show(step, {quiet = false} = {}) {
-  const before = focusNode();
   now.step = Math.max(0, Math.min(steps.length - 1, step));
   now.leaf = null;
   const [kind, index, held] = steps[now.step];
   document.body.className = kind === FORWARD ? "is-forward" : "is-backward";
   render(kind === FORWARD ? forwardPanel(index) : backwardPanel(index));
-  if (!drawn.length || following && before !== focusNode()) drawGraph();
+  drawGraph();
   markGraph(true);
   $("slider").value = now.step;
   const node = focusNode() < 0 ? null : nodes[focusNode()];
@@ -798,7 +818,7 @@ let matches = [], pointed = 0;
 function find() {
   const words = $("search").value.toLowerCase().split(/\s+/).filter(Boolean), rank = thing => {
     const said = thing.text.toLowerCase();
-    return said.startsWith(words[0]) || said.includes(" " + words[0]) ? 0 : said.includes(words[0]) ? 1 : 2;
+    return said.startsWith(words[0]) || said.includes(" " + words[0]) || thing.where.endsWith("." + words[0]) ? 0 : said.includes(words[0]) ? 1 : 2;
   };
   matches = words.length ? findable.filter(thing => words.every(word =>
     `${thing.text} ${thing.where}`.toLowerCase().includes(word))).sort((a, b) => rank(a) - rank(b)).slice(0, 40) : [];
