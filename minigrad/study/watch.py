@@ -312,7 +312,7 @@ class Tape(Modules):
     def html(self, path: str | os.PathLike[str], tokens: Sequence | None = None) -> None:
         """Write the tape as a page: one file that opens from disk and steps through the forward and the backward pass.
         tokens: labels of the positions, for the axes of attention that have as many. See `minigrad/study/page`."""
-        from minigrad.study import page                  # which reads Tapes
+        from minigrad.study import page  # it reads Tapes, so it is above this file
 
         page.write(self, path, tokens)
 

@@ -1,7 +1,7 @@
 """What `Tape.html` writes: one page that opens from disk, steps through a tape and asks no network for anything.
 
-This file turns what the tape noted into JSON; page.js draws it, page.css sets its looks, template.html holds them. Every
-text reaches the page as JSON and is put there as text, never as markup, so no name, label or path can break out of it.
+This file turns what the tape noted into JSON; page.js draws it, page.css sets its looks, template.html holds them.
+Every text reaches the page as JSON and is put in place as text, never as markup: no name or label can break out of it.
 
 The JSON, all lists in the order of the tape, "snapshot" and "attention" being positions in the lists of that name:
 
@@ -247,7 +247,8 @@ def _run(node: Any, inputs: Sequence, out: tuple[int, ...]) -> tuple[Tape | None
     sizes = [out, *(x[0] for x in inputs if isinstance(x, tuple))]
     small = max(map(math.prod, sizes)) * max((n for size in sizes for n in size), default=1) <= _WORK
     for most in (sys.maxsize, _CUT) if small else (_CUT,):
-        args = [Tensor(np.ones([min(n, most) for n in x[0]], x[1]), x[2]) if isinstance(x, tuple) else x for x in inputs]
+        args = [Tensor(np.ones([min(n, most) for n in x[0]], x[1]), x[2]) if isinstance(x, tuple) else x
+                for x in inputs]
         params = {name: _cut(value, most) for name, value in node.params.items()}
         tape, state = Tape(values=False), get_rng_state()
         try:

@@ -8,12 +8,12 @@ const $ = id => document.getElementById(id);
 const calm = matchMedia("(prefers-reduced-motion: reduce)");
 const FORWARD = 0, BACKWARD = 1;
 
-/** An element: its attributes ("on..." are listeners, undefined and false are left out), then what is in it. */
+/** An element: its attributes ("on..." are listeners; false leaves one out, but is a word in aria-...), then its inside. */
 function make(space, tag, attributes = {}, ...inside) {
   const made = space ? document.createElementNS(space, tag) : document.createElement(tag);
   for (const [name, value] of Object.entries(attributes)) {
     if (name.startsWith("on")) made.addEventListener(name.slice(2), value);
-    else if (value !== undefined && value !== false && value !== null) made.setAttribute(name, value === true ? "" : value);
+    else if (name.startsWith("aria-") ? value !== undefined : value || value === 0) made.setAttribute(name, value);
   }
   made.append(...inside.flat(9).filter(x => x !== null && x !== undefined && x !== false && x !== ""));
   return made;
@@ -132,12 +132,12 @@ function shown(index, perRow = innerWidth < 800 ? 4 : 8) {
   const single = s.values && s.values.length === 1;
   return el("figure", {class: "snap", "data-snapshot": index},
     el("figcaption", {}, el("span", {}, times(written(s))), el("span", {}, s.dtype)),
-    s.values ? numbers(s, perRow) : heatmap(s), single && !counted(s) ? null : stats);
+    s.values ? numbers(s, perRow) : heatmap(s), single ? null : stats);
 }
 
 function numbers(s, perRow) {
   if (!s.values.length) return el("p", {class: "note"}, "no elements");
-  if (!s.shape.length) return el("div", {class: "single"}, number(s.values[0]));
+  if (!s.shape.length) return el("div", {class: counted(s) ? "single alarm" : "single"}, number(s.values[0]));
   const columns = s.shape.length === 1 ? Math.min(perRow, s.shape[0]) : s.shape.at(-1), shade = shades();
   const top = Math.max(...s.values.map(v => typeof v === "number" ? Math.abs(v) : 0)) || 1;
   const cell = v => {
@@ -209,9 +209,10 @@ function attention(index) {
     }}, canvas, `head ${head}`);
   });
   const large = el("div", {}), said = el("p", {class: "said", "aria-live": "polite"});
-  const CELL = 16, left = 12 + 6.5 * Math.max(...[...Array(a.rows).keys()].map(i => query(i).length));
+  const CELL = 16, widest = (n, label) => Math.max(...[...Array(n).keys()].map(i => wide(label(i), "650 13px")));
+  const left = 10 + widest(a.rows, query);
   const turned = [...Array(a.columns).keys()].some(j => key(j).length > 2);
-  const above = turned ? 12 + 6.5 * Math.max(...[...Array(a.columns).keys()].map(j => key(j).length)) : 20;
+  const above = turned ? 8 + widest(a.columns, key) : 20;
 
   function draw() {
     const base = picked.head * size, i = picked.query;
@@ -393,7 +394,7 @@ function place(item) {
   const centre = thing => thing === entry ? 0 : thing.x + thing.port;
   layers.forEach(layer => {
     const wish = inner => {
-      const near = into.get(inner).filter(edge => edge.from.layer === inner.layer - 1).map(edge => centre(edge.from));
+      const near = into.get(inner).map(edge => centre(edge.from));
       return near.length ? near.reduce((a, b) => a + b) / near.length : 0;
     };
     const wishes = new Map(layer.map(inner => [inner, wish(inner)]));
@@ -413,21 +414,22 @@ function place(item) {
     y += Math.max(...row.map(inner => inner.h)) + GAP;
   });
   const bottom = layer => Math.max(...layers[layer].map(inner => inner.y + inner.h));
-  const lanes = [], taken = new Map();                   // a lane per source, as long as its longest edge
+  const lanes = {"-1": [], 1: []}, taken = new Map();    // a lane per source, as long as its longest edge, on its side
   const long = list.filter(({from, to}) => to.layer - from.layer > 1).sort((a, b) => a.from.layer - b.from.layer);
   long.forEach(({from, to}) => {
     const span = taken.get(from) ?? {start: from.layer, end: 0};
     span.end = Math.max(span.end, to.layer);
     taken.set(from, span);
   });
-  for (const span of taken.values()) {
-    span.lane = lanes.findIndex(end => end <= span.start);
-    if (span.lane < 0) span.lane = lanes.length;
-    lanes[span.lane] = span.end;
+  for (const [from, span] of taken) {
+    span.side = centre(from) > (left + right) / 2 + 20 ? 1 : -1;
+    const ends = lanes[span.side], free = ends.findIndex(end => end <= span.start);
+    span.lane = free < 0 ? ends.length : free;
+    ends[span.lane] = span.end;
   }
-  const shift = (item === root ? 4 : PAD) + lanes.length * LANE - left;
+  const margin = item === root ? 4 : PAD, shift = margin + lanes[-1].length * LANE - left;
   item.items.forEach(inner => { inner.x += shift; });
-  item.w = Math.max(shift + right + (item === root ? 4 : PAD), item === root ? 0 : 44 + wide(item.label, "600 13px"));
+  item.w = Math.max(shift + right + lanes[1].length * LANE + margin, item === root ? 0 : 44 + wide(item.label, "600 13px"));
   item.h = y - GAP + (item === root ? 6 : PAD + 4);
   item.core = item.w;
   item.port = shift;
@@ -436,7 +438,7 @@ function place(item) {
     const x2 = to === exit ? shift : to.x + to.port, y2 = to === exit ? item.h : to.y;
     if (to.layer - from.layer === 1 && from !== entry || to.layer === 1)
       return {pairs, d: `M${x1} ${y1}C${x1} ${(y1 + y2) / 2} ${x2} ${(y1 + y2) / 2} ${x2} ${y2}`};
-    const lane = shift + left - 9 - taken.get(from).lane * LANE;
+    const {side, lane: k} = taken.get(from), lane = shift + (side < 0 ? left : right) + side * (9 + k * LANE);
     const start = from === entry ? HEAD - 8 : bottom(from.layer) + 4, end = y2 - GAP / 2 - 2;
     return {pairs, d: `M${x1} ${y1}C${x1} ${start + 14} ${lane} ${start} ${lane} ${start + 22}V${Math.max(start + 22, end - 12)}`
       + `C${lane} ${end + 8} ${x2} ${end - 6} ${x2} ${y2}`};
@@ -567,8 +569,9 @@ function markGraph(scroll = false) {
     leaf.classList.toggle("chosen", now.leaf !== null && leaf.getAttribute("data-leaf") === String(now.leaf));
   if (scroll && current) {
     const sheet = $("sheet").getBoundingClientRect(), box = current.getBoundingClientRect();
-    $("sheet").scrollBy({top: box.top - sheet.top - sheet.height / 2 + box.height / 2,
-      left: box.left - sheet.left - sheet.width / 2 + box.width / 2, behavior: calm.matches || now.playing ? "auto" : "smooth"});
+    const top = box.top - sheet.top - sheet.height / 2 + box.height / 2, far = Math.abs(top) > sheet.height;
+    $("sheet").scrollBy({top, left: box.left - sheet.left - sheet.width / 2 + box.width / 2,
+      behavior: far || calm.matches || now.playing ? "auto" : "smooth"});
   }
 }
 
@@ -625,7 +628,7 @@ function heading(node, i, kind, which) {
     el("p", {class: "place"}, el("span", {class: "pass"}, which),
       el("span", {}, `step ${now.step + 1} of ${steps.length}`),
       twin && link(kind === FORWARD ? "its rule in the backward pass" : "its forward step", () => show(stepOf(i, true)))),
-    el("h2", {}, el("span", {class: "number"}, i ?? ""), node ? node.op : pulls[steps[now.step][1]].op),
+    el("h2", {}, el("span", {class: "number"}, i ?? ""), " ", node ? node.op : pulls[steps[now.step][1]].op),
     node && el("p", {class: "from"}, node.module && [node.module, " · "], el("code", {"data-line": ""}, node.line),
       node.equation && [" · ", node.equation], " · ", node.on,
       node.code && [el("br"), el("code", {class: "source"}, node.code)])];
