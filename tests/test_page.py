@@ -228,7 +228,7 @@ def test_refusals(tape, tmp_path):
 
 def test_the_parts_are_in_the_package():
     """They are found as data of the package, not by a path beside the source."""
-    for name in ("template.html", "page.css", "page.js"):
+    for name in ("template.html", "page.css", "arrays.js", "graph.js", "page.js"):
         assert resources.files("minigrad.study.page").joinpath(name).read_text(encoding="utf-8")
 
 

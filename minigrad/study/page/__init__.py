@@ -1,6 +1,6 @@
 """What `Tape.html` writes: one page that opens from disk, steps through a tape and asks no network for anything.
 
-This file turns what the tape noted into JSON; page.js draws it, page.css sets its looks, template.html holds them.
+This file turns what the tape noted into JSON; arrays.js, graph.js and page.js draw it, within template.html.
 Every text reaches the page as JSON and is put in place as text, never as markup: no name or label can break out of it.
 
 The JSON, all lists in the order of the tape, "snapshot" and "attention" being positions in the lists of that name:
@@ -62,9 +62,9 @@ def render(tape: Tape, tokens: Sequence | None = None) -> str:
         raise ValueError("[Tape.html] something must be recorded on the tape: call the model inside "
                          "`with mg.Tape() as tape:`, on tensors that require gradients")
     said = json.dumps(described(tape, tokens), separators=(",", ":"), allow_nan=False)
-    parts = {name: _file(f"page.{name}") for name in ("css", "js")}
-    parts["data"] = said.replace("<", "\\u003c")         # so that no "</script>" can be in it
-    return re.sub(r"\{\{(\w+)\}\}", lambda found: parts[found.group(1)], _file("template.html"))
+    said = said.replace("<", "\\u003c")                  # so that no "</script>" can be in it
+    return re.sub(r"\{\{([\w.]+)\}\}", lambda found: said if found.group(1) == "data" else _file(found.group(1)),
+                  _file("template.html"))
 
 
 def _file(name: str) -> str:
