@@ -43,8 +43,12 @@ def _method(op: Any) -> Any:
     return method
 
 
+def _binary(op: Any) -> Any:
+    return lambda self, other: op(self, other)
+
+
 for _name, _op in _operators.items():
-    setattr(Tensor, f"__{_name}__", _method(_op))
+    setattr(Tensor, f"__{_name}__", _binary(_op))
     setattr(Tensor, f"__r{_name}__", _reflected(_op))
 for _name, _op in _one_sided.items():
     setattr(Tensor, f"__{_name}__", _method(_op))

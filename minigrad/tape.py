@@ -93,7 +93,7 @@ def composed() -> contextlib.AbstractContextManager[None]:
 
 
 class Watcher:
-    """What may look on while a `with` block runs (see `study/watch.py`); changes nothing and, unused, costs nothing."""
+    """What may look on while a `with` block runs (see `study/tape.py`); changes nothing and, unused, costs nothing."""
 
     def __enter__(self) -> Any:
         if any(w is self for w in _state.watchers):
@@ -145,10 +145,12 @@ class Memory:
     """What is known of a piece of memory: when it was last written, how many live nodes need it as it is, whether the
     user has been given the raw array. Tensors that are views of one another share one."""
 
-    written = 0
-    held = 0
-    exposed: tuple[Any, ...] = ()
-    locked: tuple[Any, ...] = ()
+    __slots__ = ("written", "held", "exposed", "locked")
+
+    def __init__(self) -> None:
+        self.written, self.held = 0, 0
+        self.exposed: tuple[Any, ...] = ()
+        self.locked: tuple[Any, ...] = ()
 
     def expose(self, array: Any) -> None:
         if array not in _Identity(self.exposed):
@@ -163,7 +165,7 @@ class Memory:
 
     def release(self) -> None:
         self.held -= 1
-        if not self.held and self.locked:
+        if self.locked and not self.held:
             for array in self.locked:
                 array.flags.writeable = True
             self.locked = ()
@@ -501,6 +503,13 @@ def describe(x: Any) -> str:
     return f"{x.shape} {x.dtype}" + ("" if where == CPU else f" on {where}")
 
 
+def _listed(x: Any) -> str:
+    """The same for what a forward or a rule returned: each item of a tuple, and a Tensor by that name."""
+    if isinstance(x, tuple):
+        return f"({', '.join(map(_listed, x))})"
+    return f"a Tensor {describe(x)}" if isinstance(x, Tensor) else describe(x)
+
+
 def _path(x: Any) -> str:
     """" = blocks.0.mlp.up.weight" for a parameter whose module has named it."""
     return f" = {path}" if (path := getattr(x, "path", "")) else ""
@@ -519,15 +528,23 @@ class _Rule:
             raise TypeError(f"[{owner}] a rule takes ct, then any of {', '.join(sorted(known))}: got {names}")
         self.run = rule
         self.slots = [known[name] for name in names[1:]]
+        self.only = self.slots[0] if len(self.slots) == 1 else ("", 0)
 
-    def call(self, ct: Any, node: Node, wanted: Sequence[bool]) -> Any:
+    def call(self, ct: Any, node: Node, wanted: Any) -> Any:
         """The rule on raw arrays."""
-        slots = self.slots
-        if not slots:
+        kind, which = self.only
+        if kind == "input":                              # the most common, spelled out
+            return self.run(ct, node.arrays[which])
+        if kind == "y":
+            return self.run(ct, node.y)
+        if not self.slots:
             return self.run(ct)
-        if len(slots) == 1 and slots[0][0] == "input":   # the most common, spelled out
-            return self.run(ct, node.arrays[slots[0][1]])
-        return self.run(ct, *[node.raw(kind, which, wanted) for kind, which in slots])
+        return self.run(ct, *[node.raw(kind, which, wanted) for kind, which in self.slots])
+
+
+    def call_recorded(self, ct: Any, node: Node, wanted: Any) -> Any:
+        """The rule on Tensors with their history, so that the rule itself is recorded."""
+        return self.run(ct, *[node._tensor(kind, which, wanted) for kind, which in self.slots])
 
 
 class Body:
@@ -603,8 +620,15 @@ class Primitive:
         self.arity = sys.maxsize if variadic else len(self.inputs)
         self.reference, self.samples = (forward if kernels or fused else None), tuple(samples)
         self.broadcasts, self.view = broadcasts, view
-        if rules is not None and len(rules) != len(self.inputs):
-            raise TypeError(f"[{self.name}] one rule per array argument {self.inputs}: got {len(rules)}")
+        if not self.inputs:
+            raise TypeError(f"[{self.name}] arrays come before a / in the signature: got {signature}")
+        if rules is not None and (callable(rules) or len(rules) != len(self.inputs)):
+            came = "a function" if callable(rules) else len(rules)
+            raise TypeError(f"[{self.name}] one rule per array argument {self.inputs}: got {came}")
+        for name, kernel in (kernels or {}).items():
+            if name not in ("numpy", "cupy") or not isinstance(kernel, tuple) or len(kernel) < 2:
+                raise TypeError(f'[{self.name}] kernels= takes "numpy" or "cupy", each with (forward, joint rule, '
+                                f"*residual names): got {name!r}: {_listed(kernel)}")
         if rules is None and rule is None and not kernels:
             rules = [None] * len(self.inputs)
         common = (self.inputs, self.params, variadic, self.name)
@@ -619,7 +643,8 @@ class Primitive:
         self.kernels = {name: body(run, None, back, names, not self.differentiable)
                         for name, (run, back, *names) in (kernels or {}).items()}
         if self.name in primitives:
-            raise TypeError(f"[{self.name}] a primitive of this name exists already")
+            raise TypeError(f"[{self.name}] a primitive of this name exists already; to define it anew first "
+                            f"del mg.primitives[{self.name!r}]")
         primitives[self.name] = self
 
     def __repr__(self) -> str:
@@ -670,8 +695,14 @@ class Primitive:
             raise self._explained(error, args, params) from error
         residuals: tuple = ()
         if body.residuals:
-            y, *residuals = y
+            if not isinstance(y, tuple) or len(y) != 1 + len(body.residuals):
+                raise TypeError(f"[{self.name}] the forward must return (y, {', '.join(body.residuals)}): got "
+                                f"{_listed(y)}")
+            y, residuals = y[0], y[1:]
         if y.__class__ is not library:
+            if not is_array(y) and y.__class__ not in _SCALARS[:3] and not isinstance(y, np.generic):
+                raise TypeError(f"[{self.name}] the forward must return one array: got {_listed(y)}"
+                                + ("; name what follows the output in residuals=" if isinstance(y, tuple) else ""))
             y = xp(y).asarray(y)                         # NumPy makes scalars of 0-d results
         out = _wrap(y)
         kind = y.dtype.kind
@@ -797,13 +828,20 @@ class Node:
     @property
     def bytes_kept(self) -> int:
         """Bytes of the arrays this node keeps for its rules (0 once released)."""
-        kept = [] if self.targets is None else [*self.arrays, self.y, *self.residuals]
-        kept = [b for a in kept for b in (a if isinstance(a, tuple) else (a,))]
-        return sum({id(a): a.nbytes for a in kept if is_array(a)}.values())
+        return sum({id(a): a.nbytes for a in self.kept}.values())
+
+    @property
+    def kept(self) -> list[Any]:
+        """The arrays this node keeps for its rules (none once released)."""
+        slots = [] if self.targets is None else [*self.arrays, self.y, *self.residuals]
+        return [b for a in slots for b in (a if isinstance(a, tuple) else (a,)) if is_array(b)]
 
     def keeps(self, array: Any) -> bool:
         """Whether this very array is one the node keeps."""
-        return array in _Identity((*self.arrays, self.y, *self.residuals))
+        for kept in self.arrays:
+            if kept is array:
+                return True
+        return array is self.y or array in _Identity(self.residuals)
 
     def release(self) -> None:
         """Drop everything kept; the node cannot run again."""
@@ -811,7 +849,7 @@ class Node:
             for memory in self.memories.values():
                 memory.release()
             self.targets = self.arrays = self.y = self.residuals = None
-            self.memories = {}
+            self.memories, self.params = {}, {}
 
     __del__ = release
 
@@ -820,20 +858,19 @@ class Node:
         self.check()
         body, op, targets = self.body, self.primitive, self.targets
         wanted = [t is not None and (needed is None or t in needed) for t in targets]
-        if create_graph and (not op.differentiable or body.keep_all):
-            return self._pull_reference(ct, wanted)
+        call = _Rule.call
         if create_graph:                                 # a kernel's rule is not differentiable, the plain rules are
-            body = op.plain
-
-        def call(rule: _Rule) -> Any:
-            if not create_graph:
-                return rule.call(ct, self, wanted)
-            return rule.run(ct, *[self._tensor(kind, which, wanted) for kind, which in rule.slots])
-
+            if not op.differentiable or body.keep_all:
+                return self._pull_reference(ct, wanted)
+            body, call = op.plain, _Rule.call_recorded
         if body.joint is None:
-            return [(t, call(rule)) for t, rule, want in zip(targets, body.rules, wanted) if want and rule is not None]
-        cts = call(body.joint)
+            return [(t, call(rule, ct, self, wanted)) for t, rule, want in zip(targets, body.rules, wanted)
+                    if want and rule is not None]
+        cts = call(body.joint, ct, self, wanted)
         cts = cts if isinstance(cts, (tuple, list)) else (cts,)
+        if len(cts) != len(targets):
+            raise RuntimeError(f"[{self.name}] a joint rule returns a cotangent (or None) for each of {len(targets)} "
+                               f"arguments: got {len(cts)}")
         if len({id(c) for c in cts if c is not None}) < sum(c is not None for c in cts):
             raise RuntimeError(f"[{self.name}] a joint rule returned one array twice; copy it")
         return [(t, c) for t, c, want in zip(targets, cts, wanted) if want and c is not None]
@@ -1009,11 +1046,11 @@ def _pull_back(seeds: list[tuple[Any, Any]], wanted: Sequence | None = None, cre
                 if node in results:
                     found[node] = ct if create_graph else ct.copy()
                 if node.targets is not None:
-                    for watcher in _state.watchers:
+                    for watcher in watchers:
                         watcher.pulling(node, ct)
-                    for target, c in node.pull(ct, needed, create_graph):
+                    for target, c in _run_rules(node, ct, needed, create_graph):
                         c = _settle(node, target, c)
-                        for watcher in _state.watchers:
+                        for watcher in watchers:
                             watcher.pulled(node, ct, target, c)
                         old = cts.get(target)
                         if c.__class__ is Part:
@@ -1036,6 +1073,29 @@ def _pull_back(seeds: list[tuple[Any, Any]], wanted: Sequence | None = None, cre
     for watcher in watchers:
         watcher.finished(found)
     return found
+
+
+def _run_rules(node: Node, ct: Any, needed: Any, create_graph: bool) -> list[tuple[Any, Any]]:
+    """node.pull, with the cotangent locked, since others may share it; an error in a rule names the op."""
+    lock = ct.__class__ is np.ndarray and ct.flags.writeable
+    if lock:
+        ct.setflags(write=False)
+    try:
+        return node.pull(ct, needed, create_graph)
+    except (ValueError, TypeError, IndexError, AttributeError) as error:
+        why = str(error).strip()
+        if why.startswith("["):
+            raise
+        hint = ""
+        if "read-only" in why:
+            hint = "; a rule never writes into ct or what it names, which others share: make a new array"
+        elif "'Tensor'" in why:
+            hint = "; a rule that is differentiated again gets Tensors: write it with minigrad's functions"
+        kind = next(k for k in (IndexError, TypeError, AttributeError, ValueError) if isinstance(error, k))
+        raise kind(f"[{node.name}] in a rule: {why}: ct {describe(ct)}{node.where()}{hint}") from error
+    finally:
+        if lock:
+            ct.setflags(write=True)
 
 
 def _add(a: Any, b: Any) -> Any:
@@ -1069,16 +1129,31 @@ def _settle(node: Node, target: Any, c: Any) -> Any:
         if c.dtype != target.dtype:
             c = Part(c.ct.astype(target.dtype), c.key)
         return c
+    if c.__class__ is not np.ndarray:
+        c = _returned(node, target, c)
     if c.shape != shape:
         if not node.primitive.broadcasts or c.ndim < len(shape):
             raise RuntimeError(f"[{node.name}] a rule returned a cotangent of shape {c.shape} for an argument of shape "
                                f"{shape}{node.where()}")
         c = _unbroadcast(c, shape, node)
     if c.__class__ is not np.ndarray and not isinstance(c, Tensor):
-        c = xp(c).asarray(c)
+        c = xp(c).asarray(c)                             # the sum of all elements is a NumPy scalar
     if c.dtype is not target.dtype and c.dtype != target.dtype:
+        if c.dtype.kind != "f":
+            raise RuntimeError(f"[{node.name}] a cotangent is floating-point: a rule returned {c.dtype} for an "
+                               f"argument of {target.dtype}{node.where()}")
         c = c.astype(target.dtype)
     return c
+
+
+def _returned(node: Node, target: Any, c: Any) -> Any:
+    """A rule's result as an array, or as a Tensor while the pass is recorded: NumPy makes scalars of 0-d results."""
+    if isinstance(c, Tensor) and _state.recording:
+        return c
+    if not is_array(c) and not isinstance(c, np.generic):
+        raise RuntimeError(f"[{node.name}] a rule must return an array like its argument, {target.shape} "
+                           f"{target.dtype}: got {_listed(c)}{node.where()}")
+    return xp(c).asarray(c)
 
 
 def _unbroadcast(c: Any, shape: tuple[int, ...], node: Node) -> Any:

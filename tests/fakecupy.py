@@ -237,10 +237,26 @@ class _Device:
 
     def synchronize(self):
         _sync("Device.synchronize")
+        _Event.reached = _Event.recorded
 
 
-cuda = types.SimpleNamespace(Device=_Device, runtime=types.SimpleNamespace(getDeviceCount=lambda: 1),
-                             is_available=lambda: True)
+class _Event:
+    """cupy.cuda.Event(): recorded among the kernels; its time is known once the host has waited."""
+    recorded = reached = 0            # how many there are, and how many of them the device is known to have passed
+
+    def record(self, stream=None):
+        _Event.recorded += 1
+        self.number = _Event.recorded
+
+
+def _elapsed(start, end):             # in milliseconds: here one for each event in between
+    if end.number > _Event.reached:
+        raise RuntimeError("cudaErrorNotReady: device not ready")
+    return float(end.number - start.number)
+
+
+cuda = types.SimpleNamespace(Device=_Device, Event=_Event, get_elapsed_time=_elapsed, is_available=lambda: True,
+                             runtime=types.SimpleNamespace(getDeviceCount=lambda: 1))
 
 
 def install(monkeypatch):

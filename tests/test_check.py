@@ -1,5 +1,6 @@
 """check_grads and localize: sound derivatives pass, planted errors are named, and nothing is changed by the asking."""
 
+import fakecupy
 import numpy as np
 import pytest
 from conftest import kernels
@@ -236,6 +237,29 @@ def test_a_sound_model_is_not_accused(kind, composed):
     assert str(result) == f"{result.nodes} nodes checked, no wrong rule"
 
 
+def test_values_at_the_edge_of_a_domain_accuse_nobody():
+    """log near 1e-12 and sqrt at 0, saturated sigmoids, sums that cancel; many elements of very different sizes."""
+    def f(x):
+        y = F.log(F.softmax(x * 30.0) + 1e-12).sum() + F.sqrt(F.relu(x)).sum() + F.sigmoid(x * 40.0).sum()
+        return y + F.exp(x * 20.0).sum() + F.logsumexp(x * 100.0, axis=-1).sum() + F.layer_norm(x * 1e-4 + 10.0).sum()
+
+    for seed in range(3):
+        result = localize(f, np.random.default_rng(seed).standard_normal((20, 30)).astype(np.float32), seed=seed)
+        assert result and not result.skipped, str(result)
+
+
+def test_one_wrong_element_among_many_is_found(monkeypatch):
+    """One of 20,000 is doubled: the tolerance does not grow with the sum that the others make."""
+    def one_wrong(ct, x):
+        c = ct * np.cos(x)
+        c[7] *= 2.0
+        return c
+    plant(monkeypatch, "sin", one_wrong)
+    assert [w.op for w in localize(F.sin, np.full(20000, 0.5)).wrong] == ["sin"]
+    with pytest.raises(GradientError):
+        check_grads(F.sin, np.full(20000, 0.5), order=1, modes=("vjp",))
+
+
 def test_line_and_module_of_the_wrong_node(monkeypatch):
     model = nn.Sequential(nn.Linear(3, 3), nn.MLP(3, 5, activation="relu"))
     plant(monkeypatch, "relu", lambda ct, y: ct)         # as if nothing were cut off
@@ -274,3 +298,15 @@ def test_localize_leaves_a_training_step_as_it_was():
             optimizer.step()
         ends.append([p.numpy() for p in model.parameters()])
     assert all((a == b).all() for a, b in zip(*ends))
+
+
+def test_on_the_stand_in(monkeypatch):
+    """Both work on the second device: directions and cotangents go where the arrays are."""
+    fakecupy.install(monkeypatch)
+    x, w = mg.randn(2, 3, device="cuda"), mg.randn(3, 2, device="cuda")
+    assert check_grads(lambda x, w: F.softmax(x @ w), [x, w])
+    model = nn.Transformer(vocab_size=7, context=5, d_model=8, n_layers=1, n_heads=2, dropout=0.2).to("cuda")
+    ids = np.random.default_rng(0).integers(0, 7, (2, 6))
+    result = localize(lambda: model.loss(ids[:, :-1], ids[:, 1:]))
+    assert result and result.nodes > 20 and not result.skipped, str(result)
+    fakecupy.syncs.clear()

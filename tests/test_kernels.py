@@ -576,3 +576,11 @@ def test_the_thread_count_is_set_and_reaches_blas():
     assert threads.get_num_threads() == 2
     threads.set_num_threads(1)  # also BLAS: no exception is all that can be seen from here
     assert threads.get_num_threads() == 1
+
+
+@pytest.mark.parametrize("approximate", ["tanh", "none"])
+def test_gelus_slope_stays_finite_far_out(approximate):
+    """Where Phi is 0 or 1 the slope is too, however large x^3 is: 1e15^3 overflows float32 on the way."""
+    x = np.array([-1e18, -1e15, -1e5, 1e5, 1e15, 1e18], np.float32)
+    with np.errstate(over="ignore"):
+        assert (activation.gelu_backward(np.ones_like(x), x, approximate) == [0, 0, 0, 1, 1, 1]).all()

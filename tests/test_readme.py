@@ -1,5 +1,6 @@
 """Every ```python block of README.md and CONTRIBUTING.md runs, and README's table of errors says what is said."""
 
+import contextlib
 import re
 from pathlib import Path
 
@@ -14,20 +15,22 @@ ROW = re.compile(r"^\| `([^`]+)` \| `([^`]+)` \|", re.M)
 WRONG = ROW.findall((ROOT / "README.md").read_text(encoding="utf-8").partition("## What goes wrong")[2])
 
 
-def run_blocks(name):
-    """The namespace after all blocks of a file, run in order; a traceback has the file's own line numbers."""
+def run_blocks(name, folder=None):
+    """The namespace after all blocks of a file, run in order, in a folder for what they write; a traceback has the
+    file's own line numbers."""
     text = (ROOT / name).read_text(encoding="utf-8")
     space = {"__name__": name}
-    for found in BLOCK.finditer(text):
-        above = text.count("\n", 0, found.start(1))
-        exec(compile("\n" * above + found[1], str(ROOT / name), "exec"), space)
+    with contextlib.chdir(folder or "."):
+        for found in BLOCK.finditer(text):
+            above = text.count("\n", 0, found.start(1))
+            exec(compile("\n" * above + found[1], str(ROOT / name), "exec"), space)
     return space
 
 
 @pytest.fixture(scope="module")
-def readme():
+def readme(tmp_path_factory):
     """The namespace after the blocks of README.md."""
-    return run_blocks("README.md")
+    return run_blocks("README.md", tmp_path_factory.mktemp("readme"))
 
 
 @pytest.fixture
@@ -45,10 +48,10 @@ def new_primitives():
 
 
 @pytest.mark.parametrize("name, blocks", [("README.md", 4), ("CONTRIBUTING.md", 1)])
-def test_every_block_runs(name, blocks, new_primitives):
+def test_every_block_runs(name, blocks, new_primitives, tmp_path):
     text = (ROOT / name).read_text(encoding="utf-8")
     assert len(BLOCK.findall(text)) >= blocks and text.count("```") == 2 * len(BLOCK.findall(text))
-    run_blocks(name)
+    run_blocks(name, tmp_path)
 
 
 def test_the_ten_lines_learn(readme):

@@ -241,6 +241,30 @@ def test_the_cotangent_of_a_slice_is_shown_whole():
     assert tape.pulls[-1].results[0].ct.values.tolist() == [0, 2, 2]
 
 
+@pytest.mark.parametrize("way", [kernels, mg.composed])
+def test_what_arrives_adds_up(way):
+    """At every node and leaf of a pass the cotangents noted as arriving sum to the one noted as its own: means of
+    blocks are linear. With slices, broadcasting, a tied weight and a checkpoint."""
+    model, ids = gpt()
+    model.to(mg.float64)
+    with mg.Tape() as tape, way():
+        h = mg.checkpoint(model.blocks[0], model.embedding(ids) + model.position.weight[:6])
+        F.cross_entropy(F.linear(model.blocks[1](h), model.embedding.weight.T), ids).backward()
+    for run in {p.run for p in tape.pulls}:
+        arrived = {}
+        for p in (p for p in tape.pulls if p.run == run):
+            for r in p.results:
+                arrived.setdefault(r.target, []).append(r.ct.values)
+                assert r.added == (len(arrived[r.target]) > 1)
+        own = {("node", p.number): p.ct for p in tape.pulls if p.run == run}
+        own |= {("leaf", x.number): x.gradient for x in tape.leaves if x.run == run}
+        assert len(own) > 4
+        for target, values in arrived.items():
+            if target in own:
+                np.testing.assert_allclose(sum(values), own[target].values, rtol=1e-9, atol=1e-15)
+    assert sum(x.gradient is not None for x in tape.leaves) >= 26 and tape.pulls[-1].held == 0
+
+
 def test_several_passes():
     """Retained, then again with another cotangent: runs 0 and 1; a leaf's gradient is that of the last pass."""
     x = leaf(3.0)
@@ -333,6 +357,7 @@ def test_checkpoint_is_forgotten_and_comes_again():
     assert [p.depth for p in tape.pulls if p.name == "exp"] == [1]
     told = tape.why(w)
     assert "2 [checkpoint]" in told and "f runs again" in told and tape.leaves[0].gradient.mean == w.grad.item()
+    assert tape.pulls[-1].held == 0 and tape.pulls[0].held > 0
     by_checkpoint, = [r for p in tape.pulls if p.name == "checkpoint" for r in p.results if r.target == ("leaf", 0)]
     assert not by_checkpoint.added                       # the first of w's two in the outer pass
 

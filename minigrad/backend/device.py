@@ -107,6 +107,13 @@ def device_of(x: Any) -> Device:
     return device("cuda" if index == 0 else f"cuda:{index}")
 
 
+def root(array: Any) -> Any:
+    """The array that owns the memory which `array` is a view of, or itself."""
+    while is_array(base := getattr(array, "base", None)):
+        array = base
+    return array
+
+
 def to_device(x: Any, to: Device) -> Any:
     """The raw array `x` on `to`: itself if it is there already."""
     if device_of(x) == to:

@@ -7,12 +7,12 @@ from typing import Any
 
 import numpy as np
 
-from minigrad.backend.device import is_array
+from minigrad.backend.device import is_array, root
 from minigrad.backend.random import get_rng_state, set_rng_state
 from minigrad.nn.attention import MultiheadAttention
 from minigrad.nn.module import Module
 from minigrad.ops.flops import backward_flops, flops
-from minigrad.tape import Node, Tensor, Watcher, _raw, _set
+from minigrad.tape import Tensor, Watcher, _raw, _set
 
 COLUMNS = ("parameters", "forward", "backward", "activations", "cache")
 
@@ -49,7 +49,7 @@ class _Meter(Watcher):
 
     def __init__(self, model: Module) -> None:
         self.paths = {id(module): path for path, module in model.named_modules()}
-        self.parameters = [_base(p._data) for p in model.parameters()]
+        self.parameters = [root(p._data) for p in model.parameters()]
         self.counted = {id(base) for base in self.parameters}
         self.bases: list[Any] = []                       # keeps what is counted alive, so that its id stays its own
         self.stack: list[str] = []
@@ -70,29 +70,16 @@ class _Meter(Watcher):
         if node is None:
             return
         row["backward"] += backward_flops(op, args, params, [target is not None for target in node.targets])
-        row["activations"] += sum(self.new(a) for a in held_by(node))
+        row["activations"] += sum(self.new(a) for a in node.kept)
 
     def new(self, array: Any) -> int:
         """Bytes of the memory that `array` is part of, the first time it is met."""
-        base = _base(array)
+        base = root(array)
         if id(base) in self.counted:
             return 0
         self.counted.add(id(base))
         self.bases.append(base)
         return base.nbytes
-
-
-def _base(array: Any) -> Any:
-    """The array that owns the memory."""
-    while is_array(base := getattr(array, "base", None)):
-        array = base
-    return array
-
-
-def held_by(node: Node) -> list[Any]:
-    """The arrays a node keeps for its rules."""
-    kept = [*node.arrays, node.y, *node.residuals]
-    return [a for k in kept for a in (k if isinstance(k, tuple) else (k,)) if is_array(a)]
 
 
 def summarize(model: Module, *inputs: Any, targets: Any = None) -> Ledger:

@@ -6,7 +6,7 @@ from minigrad.study.flow import Flow, watch
 from minigrad.study.localize import localize
 from minigrad.study.profile import Profile, profile
 from minigrad.study.snapshot import Attention, Snapshot
-from minigrad.study.watch import Leaf, Pull, Record, Result, Tape
+from minigrad.study.tape import Leaf, Pull, Record, Result, Tape
 
 __all__ = ["AnomalyError", "Attention", "Flow", "GradientError", "Leaf", "Profile", "Pull", "Record", "Result",
            "Snapshot", "Tape", "check_grads", "detect_anomaly", "localize", "profile", "watch"]

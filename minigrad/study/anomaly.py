@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 
 from minigrad.backend.device import is_array, to_host, xp
-from minigrad.study.watch import Modules, caller
+from minigrad.study.tape import Modules, caller
 from minigrad.tape import Node, Part, Tensor, _raw, describe
 
 
@@ -41,12 +41,12 @@ class detect_anomaly(Modules):
         super().__init__()
         self.prints: weakref.WeakKeyDictionary[Node, list[int]] = weakref.WeakKeyDictionary()
         self.modules: weakref.WeakKeyDictionary[Node, str] = weakref.WeakKeyDictionary()
-        self.came = "no watched op made it: it came with the inputs"
+        self.came = ""                                   # where the first NaN entered, if no op made it
         self.through = ""                                # the rule that runs, where rules are recorded themselves
         self.reached: set[int] = set()                   # indices of nodes that a rule gave a finite cotangent
 
     def computed(self, op: Any, out: Tensor, args: Sequence, params: dict[str, Any]) -> None:
-        node, at = out.node, caller()[0] + (f" in {self.path}" if self.path else "")
+        node, at = out.node, caller() + (f" in {self.path}" if self.path else "")
         named = [(name, a) for name, a in zip(op.named(args), args) if a is not None]
         for what, kind in _KINDS:                        # an op outside the tape may make infinities: a mask
             had = [(name, a) for name, a in named if _has(a, what)]
@@ -55,15 +55,16 @@ class detect_anomaly(Modules):
                     f"[{op.name}] made {kind} in the {self.through or 'forward pass'} at {at}: "
                     + ", ".join(f"{name} {described(a)}" for name, a in named)
                     + _because(cause(op.name, {name: _raw(a) for name, a in named}, what, out.dtype)))
-            if had and what == "isnan" and "[" not in self.came:
+            if had and what == "isnan" and not self.came:
                 self.came = f"it came with an input: {had[0][0]} {described(had[0][1])} of [{op.name}] at {at}"
         if node is not None:
-            node.line = node.line or caller()[0]
+            node.line = node.line or caller()
             self.prints[node], self.modules[node] = _fingerprints(node), self.path
 
     def started(self, y: Tensor) -> None:
         if _has(y, "isnan") or _has(y, "isinf"):
-            raise AnomalyError(f"[backward] starts at {y!r}; {self.came}")
+            came = self.came or "no watched op made it: it came with an input"
+            raise AnomalyError(f"[backward] starts at {described(y)}; {came}")
 
     def pulling(self, node: Node, ct: Any) -> None:
         if self.prints.get(node, []) != (_fingerprints(node) if node in self.prints else []):

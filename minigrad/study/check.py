@@ -55,7 +55,8 @@ class Line:
                 numeric = (4.0 * self.difference(h / 2.0)[0] - numeric) / 3.0
             if np.isfinite(numeric) and not abs(numeric - analytic) >= abs(best - analytic):
                 best = numeric
-            if abs(numeric - analytic) <= atol + rtol * scale + 4.0 * machine * size:
+            close = rtol * (max(abs(numeric), abs(analytic)) + 0.01 * scale)     # scale: what cancels in the sum
+            if abs(numeric - analytic) <= atol + close + 4.0 * machine * size:
                 return True, numeric
         return False, best
 
@@ -67,10 +68,12 @@ class Line:
 
 
 def direction(x: Any, rng: np.random.Generator) -> np.ndarray:
-    """Random numbers of x's shape, each of about the size of x's element: at most 1, and not lost in its rounding."""
+    """Random numbers of x's shape, each of the size of x's element (a zero's: small beside the others'), but at most 1,
+    unless that were lost in the element's rounding."""
     size = np.abs(np.where(np.isfinite(x), x, 0.0))
     usual = float(np.sqrt(np.mean(size * size))) if size.size else 0.0
-    return rng.standard_normal(np.shape(x)) * np.maximum(np.clip(size, 1e-4 * usual or 1.0, 1.0), 1e-6 * size)
+    reach = np.where(size > 0.0, np.minimum(size, 1.0), 1e-4 * usual or 1.0)
+    return rng.standard_normal(np.shape(x)) * np.maximum(reach, 1e-6 * size)
 
 
 def moved(x: Tensor, u: np.ndarray, h: float) -> Any:
@@ -81,6 +84,10 @@ def dot(a: Any, b: np.ndarray) -> tuple[float, float]:
     """<a, b> and the sum of its terms' sizes."""
     terms = to_host(_raw(a)).astype(np.float64) * b
     return float(terms.sum()), float(np.abs(terms).sum())
+
+
+def is_float(x: Any) -> bool:
+    return isinstance(x, float) or getattr(getattr(_raw(x), "dtype", None), "kind", "") == "f"
 
 
 def relative(a: float, b: float) -> float:
@@ -97,8 +104,8 @@ def check_grads(f: Callable, inputs: Any, order: int = 2, modes: Sequence[str] =
     f(*inputs) -> a Tensor or a tuple of them; inputs: one Tensor, array or number, or a list of them. Floats are copied
     to float64, all else is held constant and passed as it is. modes: "vjp" is reverse mode, "jvp" is `mg.jvp`; given
     both, <v, J u> must also be the same from both. Higher orders check the derivative of the one below.
-    eps is the step (about the cube root of float64's precision), |analytic - numeric| may be atol + rtol times the sum
-    of the product's terms. Inputs, `.grad` and the stream of random numbers stay as they were.
+    eps is the step (about the cube root of float64's precision). |analytic - numeric| may be atol + rtol times their
+    size and a hundredth of their terms'. Inputs, `.grad` and the stream of random numbers stay as they were.
 
     f must be differentiable where it is asked: at a kink (relu at 0, max at a tie) no difference has the derivative
     that the rule chose. Before it accuses, a second direction and longer and shorter steps are tried; an error at a
@@ -111,8 +118,7 @@ def check_grads(f: Callable, inputs: Any, order: int = 2, modes: Sequence[str] =
     if isinstance(order, bool) or not isinstance(order, int) or order < 1:
         raise ValueError(f"[check_grads] order is an integer of at least 1: got {order!r}")
     given = list(inputs) if isinstance(inputs, (list, tuple)) else [inputs]
-    places = [i for i, x in enumerate(given) if isinstance(x, float) or getattr(_raw(x), "dtype", np.dtype(int)).kind
-              == "f"]
+    places = [i for i, x in enumerate(given) if is_float(x)]
     if not places:
         raise ValueError("[check_grads] at least one input must be of floats: got "
                          + (", ".join(map(describe, given)) or "none"))

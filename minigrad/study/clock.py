@@ -50,11 +50,12 @@ def clock_of(device: Device) -> Clock:
     return Clock() if device.type == "cpu" else CudaClock(device)
 
 
-def machine_rates(device: Device) -> tuple[float, float]:
-    """What the device reaches now, with the threads it has: FLOP/s of a float32 product (2 n^3 operations, n = 1024, on
-    CUDA 4096), bytes/s of a copy (read and written, 64 MB, on CUDA 256 MB). The best of five."""
-    m, clock, large = device.xp, clock_of(device), device.type != "cpu"
-    n, size = (4096, 1 << 26) if large else (1024, 1 << 24)
+def machine_rates(device: Device, n: int | None = None, size: int | None = None) -> tuple[float, float]:
+    """What the device reaches now, with the threads it has: FLOP/s of a float32 product of matrices (n, n), 2 n^3
+    operations, and bytes/s of a copy of `size` float32, read and written; each the best of five. n = 1024 and 64 MB
+    unless given, on CUDA 4096 and 256 MB."""
+    m, clock, on_host = device.xp, clock_of(device), device.type == "cpu"
+    n, size = n or (1024 if on_host else 4096), size or (1 << 24 if on_host else 1 << 26)
     a, source = m.ones((n, n), np.float32), m.ones(size, np.float32)
     target = m.zeros_like(source)
 

@@ -9,6 +9,8 @@ Per watched step and layer (a module of the model, or a parameter), in `rows`:
 * dead: the share of units (last axis) that nothing in the batch activated: relu, gelu or silu never above 0;
 * entropy: of attention, for each head the mean over rows of -sum_j A_ij log A_ij, in nats (A of A.10.2): 0 if each row
   looks at one key, log S if at all S alike.
+
+The last two are read off the ops of those names: under mg.composed(), which takes the ops apart, only relu's are there.
 """
 
 from __future__ import annotations

@@ -10,9 +10,9 @@ import numpy as np
 
 from minigrad.backend.device import is_array, to_host
 from minigrad.backend.random import get_rng_state, set_rng_state
-from minigrad.study.check import Line, direction, dot, moved, relative
+from minigrad.study.check import Line, direction, dot, is_float, moved, relative
 from minigrad.study.modules import ModuleWatcher
-from minigrad.study.watch import caller
+from minigrad.study.tape import caller
 from minigrad.tape import Tensor, _raw, _set, gradients, no_grad
 
 
@@ -86,10 +86,11 @@ def localize(f: Callable, inputs: Any = (), seed: int = 0) -> Localized:
     node's op is run again alone, in float64, at the values it saw, with the same parameters (so the same dropout), and
     each rule that its backward pass would use is compared with differences along a random direction. Where a value
     stands on a kink (relu at 0, max at a tie), a point beside it decides. A checkpoint has no rule of its own: it is
-    named as passed over, and the nodes inside it are checked. Finds wrong first derivatives only; changes nothing.
+    named as passed over, and the nodes inside it are checked. Finds wrong first derivatives only. Changes nothing, but
+    holds all that the graph computed until it is done.
     """
     given = list(inputs) if isinstance(inputs, (list, tuple)) else [inputs]
-    args = [Tensor(x, requires_grad=True) if getattr(_raw(x), "dtype", np.dtype(int)).kind == "f" else x for x in given]
+    args = [Tensor(x, requires_grad=True) if is_float(x) else x for x in given]
     state = get_rng_state()
     try:
         with _set(recording=True), _Recorder() as recorder:
@@ -107,6 +108,13 @@ def localize(f: Callable, inputs: Any = (), seed: int = 0) -> Localized:
     return found
 
 
+def _aside(x: np.ndarray, rng: np.random.Generator) -> np.ndarray:
+    """A direction whose hundredth leaves signs as they are, and zeros on the positive side: within the domain of log
+    and sqrt."""
+    u = direction(x, rng)
+    return np.where(x == 0.0, np.abs(u), u)
+
+
 def _check_node(found: Localized, op: Any, raws: list, params: dict, needs: list[bool], where: tuple[str, str],
                 rng: np.random.Generator) -> None:
     exact = [a.astype(np.float64) if is_array(a) and a.dtype.kind == "f" else a for a in raws]
@@ -114,7 +122,7 @@ def _check_node(found: Localized, op: Any, raws: list, params: dict, needs: list
     for beside in (False, True):                         # at the values it saw, then close to them
         places = suspects
         if beside:
-            exact = [moved(Tensor(a), direction(to_host(a), rng), 0.01)._data if needs[i] else a
+            exact = [moved(Tensor(a), _aside(to_host(a), rng), 0.01)._data if needs[i] else a
                      for i, a in enumerate(exact)]
         leaves = [Tensor(a, requires_grad=True) if needs[i] else a for i, a in enumerate(exact)]
         try:

@@ -8,9 +8,9 @@ from typing import Any
 
 import numpy as np
 
-from minigrad.backend.device import CPU, is_array
+from minigrad.backend.device import CPU, root
 from minigrad.study.modules import OUTSIDE, ModuleWatcher
-from minigrad.study.watch import caller
+from minigrad.study.tape import caller
 from minigrad.tape import Node, Tensor
 
 
@@ -37,11 +37,9 @@ class Held(ModuleWatcher):
             return
         for a in args:
             if isinstance(a, Tensor) and a.is_leaf and a.requires_grad:
-                root = _root(a._data)
-                self.leaves[id(root)] = root.nbytes
-        kept = [b for a in (*out.node.arrays, out.node.y, *out.node.residuals) for b in
-                (a if isinstance(a, tuple) else (a,)) if is_array(b)]
-        memories = {id(root): root.nbytes for root in map(_root, kept) if id(root) not in self.leaves}
+                own = root(a._data)
+                self.leaves[id(own)] = own.nbytes
+        memories = {id(own): own.nbytes for own in map(root, out.node.kept) if id(own) not in self.leaves}
         label = op.name, self.path or OUTSIDE, caller()
         for memory, size in memories.items():
             entry = self.kept.setdefault(memory, [0, size, label])
@@ -75,10 +73,3 @@ class Held(ModuleWatcher):
         rows = [{"op": op, "module": module, "line": line, "bytes": size}
                 for (op, module, line), size in sorted(holders.items(), key=lambda item: -item[1]) if size]
         return int(sums[top]), rows
-
-
-def _root(array: Any) -> Any:
-    """The array that owns the memory."""
-    while is_array(getattr(array, "base", None)):
-        array = array.base
-    return array

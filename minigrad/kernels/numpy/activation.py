@@ -49,11 +49,11 @@ def gelu_backward(ct, x, approximate):
         np.divide(1, y, out=y)  # Phi
         t *= 6 * TANH_K * TANH_A
         t += 2 * TANH_K
-        t *= x
         np.subtract(1, y, out=p)
-        t *= p
-        t += 1
-        y *= t
+        p *= y
+        t *= p  # before x: a large x^3 would make NaN of Phi (1 - Phi) = 0
+        t *= x
+        y += t
         y *= ct
 
     return _elementwise(tanh if approximate == "tanh" else exact, ct, x, temps=2)

@@ -22,9 +22,13 @@ from minigrad.tape import Node, Part, Tensor, _pull_back, _raw, describe
 _ROOM = os.path.dirname(os.path.dirname(os.path.abspath(__file__))) + os.sep
 
 
-def caller() -> tuple[str, str]:
-    """(FILE:LINE of the call in the user's code, the nearest frame outside this package; the equation that this line,
-    or one of the package's on the way, is marked with: a comment such as "(A.10.1)")."""
+def caller() -> str:
+    """FILE:LINE of the call in the user's code: the nearest frame outside this package."""
+    return _call()[0]
+
+
+def _call() -> tuple[str, str]:
+    """`caller`, and the equation that this line, or one of the package's on the way, bears in a comment: (A.10.1)."""
     frame: Any = sys._getframe(1)
     equation = _marked(frame.f_code.co_filename, frame.f_lineno)
     while frame.f_back is not None and frame.f_code.co_filename.startswith(_ROOM):
@@ -159,7 +163,7 @@ class Tape(Modules):
         self._names: dict[str, int] = {}                 # leaves by name
         self._held = self._runs = 0
         self._pulling: dict[int, Pull] = {}              # by a node's index, its latest
-        self._last: tuple[weakref.ref, int] | None = None      # the node pulled last, and what it kept
+        self._last: tuple[weakref.ref, int, Pull] | None = None     # the node pulled last, what it kept, its Pull
         self._arrived: list[tuple[int, set[Reference]]] = []   # of each pass that runs: number, what got a cotangent
         self._axes: tuple[int, ...] = ()
 
@@ -177,7 +181,7 @@ class Tape(Modules):
         if "since" in params and op.name == "checkpoint":
             self._forget(params["since"])
             params = {}
-        line, marked = caller()
+        line, marked = _call()
         node.line = node.line or line
         targets = node.targets or ()
         names = [*op.named(args), *(f"captured {i}" for i in range(len(targets) - len(args)))]
@@ -197,7 +201,6 @@ class Tape(Modules):
         self._held += kept
 
     def pulling(self, node: Node, ct: Any) -> None:
-        self._settle()
         me = self._reference(node)
         if not self._arrived or me not in self._arrived[-1][1]:      # nothing led here: a pass begins at this node
             del self._arrived[_depth():]                 # those that an error ended
@@ -207,7 +210,7 @@ class Tape(Modules):
         pull = Pull(number, node.name, self._snapshot(ct), self._arrived[-1][0], len(self._arrived) - 1)
         self._pulls.append(pull)
         self._pulling[node.index] = pull
-        self._last = weakref.ref(node), 0 if number is None else self.records[number].bytes_kept
+        self._current(node, pull)
 
     def summed(self, node: Node, axes: tuple[int, ...]) -> None:
         self._axes = axes
@@ -217,6 +220,7 @@ class Tape(Modules):
         pull = self._pulling.get(node.index)
         if pull is None:                                 # the tape was opened in the middle of a rule
             return
+        self._current(node, pull)                        # again, if its rule ran a pass of its own
         if c.__class__ is Part and self.values:
             c = c.add_into(None, False, target.shape)
         to, arrived = self._reference(target), self._arrived[-1][1] if self._arrived else set()
@@ -261,12 +265,18 @@ class Tape(Modules):
         self.leaves.append(Leaf(number, name, x.shape, x.dtype, self._snapshot(x), born=index))
         return "leaf", number
 
+    def _current(self, node: Node, pull: Pull) -> None:
+        """The rules of `node` run."""
+        if self._last is None or self._last[2] is not pull:
+            self._settle()
+            self._last = weakref.ref(node), 0 if pull.number is None else self.records[pull.number].bytes_kept, pull
+
     def _settle(self) -> None:
         """Note what is held now, after the node pulled last dropped what it kept."""
         if self._last is not None:
-            node, kept = self._last[0](), self._last[1]
+            node, kept, pull = self._last[0](), *self._last[1:]
             self._held -= kept if node is None or node.targets is None else 0
-            self._pulls[-1].held, self._last = self._held, None
+            pull.held, self._last = self._held, None
 
     def _forget(self, since: int) -> None:
         """Drop the nodes numbered above `since`, and the leaves that only they used."""
