@@ -14,6 +14,7 @@ from typing import Any
 
 import numpy as np
 
+from minigrad.backend.device import is_array
 from minigrad.study import text
 from minigrad.study.modules import ModuleWatcher
 from minigrad.study.snapshot import Attention, Snapshot, attention_of
@@ -44,6 +45,12 @@ def _depth() -> int:
     while frame is not None:
         count, frame = count + (frame.f_code is _pull_back.__code__), frame.f_back
     return max(count, 0)
+
+
+def _hollow(params: dict[str, Any]) -> dict[str, Any]:
+    """Parameters, with zeros that take no memory for the arrays among them."""
+    return {name: np.broadcast_to(np.zeros((), value.dtype), value.shape) if is_array(value) else value
+            for name, value in params.items()}
 
 
 @functools.cache
@@ -87,6 +94,7 @@ class Record:
     attention: Attention | None
     held: int                                            # bytes that the tape's nodes keep, with this one
     pulls: int                                           # how many pulls the tape had noted before
+    given: dict[str, Any]                                # of a fused op all parameters, arrays as zeros without memory
 
 
 @dataclass(slots=True)
@@ -196,7 +204,7 @@ class Tape(Modules):
         self.records.append(Record(
             len(self.nodes), op.name, formula, equation, rule, inputs, text.shown(op, params), node.shape, node.dtype,
             str(node.device), node.backend, kept, node.line, self.path, value, attention, self._held + kept,
-            len(self._pulls)))
+            len(self._pulls), _hollow(params) if getattr(op, "reference", None) else {}))
         self.nodes.append(node)
         self._held += kept
 

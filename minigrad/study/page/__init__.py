@@ -30,13 +30,13 @@ from typing import Any
 
 import numpy as np
 
-from minigrad.backend.device import is_array, to_host
+from minigrad.backend.device import is_array
 from minigrad.backend.random import get_rng_state, set_rng_state
 from minigrad.io import write_whole
 from minigrad.methods import picture
 from minigrad.study import text
 from minigrad.study.snapshot import SIDE
-from minigrad.study.watch import Tape
+from minigrad.study.tape import Tape
 from minigrad.tape import Tensor, _set
 
 PICTURES = 240_000                                       # characters for all pictures: where more are due, coarser ones
@@ -207,13 +207,13 @@ class _Compositions:
 
     def number(self, tape: Tape, record: Any) -> int | None:
         """The position in `made` of the reference of a record's op; None if it has none, or it cannot run again."""
-        node = tape.nodes[record.number]
-        if getattr(node.primitive, "reference", None) is None or any(x[0] == "outside" for _, x in record.inputs):
+        op = tape.nodes[record.number].primitive
+        if getattr(op, "reference", None) is None or any(x[0] == "outside" for _, x in record.inputs):
             return None
         inputs = [_argument(tape, reference) for _, reference in record.inputs]
         key = record.name, tuple(inputs), str(record.params)
         if key not in self.known:
-            inner, args, whole = _run(node, inputs, record.shape)
+            inner, args, whole = _run(op, record, inputs)
             self.known[key] = None
             if inner is not None:
                 names = {inner._reference(x): name for x, (name, _) in zip(args, record.inputs)}
@@ -238,33 +238,29 @@ def _argument(tape: Tape, reference: Any) -> Any:
     array = re.search(r"\(([\d, ]*)\) (\w+)", which or "")
     if array:
         return tuple(map(int, re.findall(r"\d+", array[1]))), array[2], False
-    return None if which is None else float(which)
+    try:
+        return None if which is None else float(which)
+    except ValueError:                                   # True: no array function of this package takes one here
+        return None
 
 
-def _run(node: Any, inputs: Sequence, out: tuple[int, ...]) -> tuple[Tape | None, list, bool]:
+def _run(op: Any, record: Any, inputs: Sequence) -> tuple[Tape | None, list, bool]:
     """The reference of a fused node, run on ones and unwatched: what a tape noted, the arguments, and whether on the
     recorded shapes; where these are large every axis is cut to at most 16."""
-    sizes = [out, *(x[0] for x in inputs if isinstance(x, tuple))]
+    sizes = [record.shape, *(x[0] for x in inputs if isinstance(x, tuple))]
     small = max(map(math.prod, sizes)) * max((n for size in sizes for n in size), default=1) <= _WORK
     for most in (sys.maxsize, _CUT) if small else (_CUT,):
         args = [Tensor(np.ones([min(n, most) for n in x[0]], x[1]), x[2]) if isinstance(x, tuple) else x
                 for x in inputs]
-        params = {name: _cut(value, most) for name, value in node.params.items()}
+        params = {name: value[tuple(slice(most) for _ in range(value.ndim))] if is_array(value) else value
+                  for name, value in record.given.items()}
         tape, state = Tape(values=False), get_rng_state()
         try:
             with _set(watchers=(), recording=True, composed=False), np.errstate(all="ignore"), tape:
-                node.primitive.reference(*args, **params)
+                op.reference(*args, **params)
             return tape, args, most > _CUT
-        except (ValueError, TypeError, IndexError, RuntimeError):
-            pass                                         # parameters that do not fit the cut shapes
+        except Exception:                                # parameters that do not fit the cut shapes; anything at all,
+            pass                                         # as a reference of the user's sees arrays it never expected
         finally:
             set_rng_state(state)
     return None, [], False
-
-
-def _cut(value: Any, most: int) -> Any:
-    """A parameter for arrays of at most `most` along each axis: indices stay below that."""
-    if not is_array(value):
-        return value
-    value = to_host(value)[tuple(slice(most) for _ in range(value.ndim))]
-    return np.minimum(value, most - 1) if value.dtype.kind in "iu" else value
