@@ -362,6 +362,7 @@ def test_attention_and_composition(tape, opened):
     assert window.locator(".listing .listing li").count() >= 4
     window.keyboard.press("b")
     assert window.inner_text("#panel .pass") == "backward"
+    assert window.locator("#panel .formula").first.inner_text().count("=") == 5      # no bias and no sinks were given
 
 
 CONTRAST = """selector => {

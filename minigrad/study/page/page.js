@@ -18,6 +18,10 @@ function stepOf(node, other = false) {
 const runs = new Set(pulls.map(p => p.run)).size;
 
 const namesOf = node => [...node.inputs.map(([name]) => name), ...Object.keys(node.params)];
+const absent = node =>
+  new Set(node.inputs.filter(([, kind, which]) => kind === "constant" && which === null).map(([name]) => name));
+/** The lines of a node's rule, but for those of arguments it was not given. */
+const ruleOf = node => ops[node.op].rule.filter(line => !absent(node).has(/^ct_(\w+) =/.exec(line)?.[1]));
 const link = (text, go, label) => el("button", {type: "button", class: "link", onclick: go, "aria-label": label}, text);
 const named = i => `${i} ${nodes[i].op}`;
 /** Where an argument comes from or a cotangent goes. */
@@ -71,7 +75,7 @@ function forwardPanel(i) {
     node.attention === null ? null : [el("h3", {}, "Attention weights ", el("span", {class: "math"}, el("var", {}, "A"))),
       attention(node.attention)],
     el("h3", {}, "Value"), shown(node.value),
-    el("h3", {}, "Rule"), formula(ops[node.op].rule, names, true),
+    el("h3", {}, "Rule"), formula(ruleOf(node), names, true),
     memory(held, `${node.kept ? `It keeps ${bytes(node.kept)} for its rule` : "It keeps nothing"}; held so far: ${bytes(held)}.`),
     uses[i].length ? [el("h3", {}, "Used by"), el("p", {style: "margin: 0"}, [...new Set(uses[i])].map((user, k) =>
       [k ? ", " : "", link(named(user), () => show(stepOf(user)))]))] : null];
@@ -83,7 +87,7 @@ function backwardPanel(at) {
   const names = node ? namesOf(node) : [];
   return [
     ...heading(node, pull.node, BACKWARD, which),
-    node && formula(ops[node.op].rule, names), node && params(node),
+    node && formula(ruleOf(node), names), node && params(node),
     el("h3", {}, "Cotangent in"), el("div", {class: "cotangent"}, shown(pull.ct)),
     el("h3", {}, pull.results.length > 1 ? "Cotangents out" : "Cotangent out"),
     el("div", {class: "results"}, pull.results.map(result => el("div", {class: "result"},
