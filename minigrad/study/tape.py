@@ -14,6 +14,7 @@ from typing import Any
 
 import numpy as np
 
+from minigrad.backend.device import is_array
 from minigrad.study import text
 from minigrad.study.modules import ModuleWatcher
 from minigrad.study.snapshot import Attention, Snapshot, attention_of
@@ -44,6 +45,12 @@ def _depth() -> int:
     while frame is not None:
         count, frame = count + (frame.f_code is _pull_back.__code__), frame.f_back
     return max(count, 0)
+
+
+def _hollow(params: dict[str, Any]) -> dict[str, Any]:
+    """Parameters, with zeros that take no memory for the arrays among them."""
+    return {name: np.broadcast_to(np.zeros((), value.dtype), value.shape) if is_array(value) else value
+            for name, value in params.items()}
 
 
 @functools.cache
@@ -85,6 +92,9 @@ class Record:
     module: str                                          # dotted path in the outermost module, its class name, or ""
     value: Snapshot | None
     attention: Attention | None
+    held: int                                            # bytes that the tape's nodes keep, with this one
+    pulls: int                                           # how many pulls the tape had noted before
+    given: dict[str, Any]                                # of a fused op all parameters, arrays as zeros without memory
 
 
 @dataclass(slots=True)
@@ -138,7 +148,7 @@ class Modules(ModuleWatcher):
 
 class Tape(Modules):
     """`with mg.Tape() as tape:` notes every node recorded inside and every backward pass that runs inside, for you to
-    read then or later: print(tape), tape.why(x), tape.tree(), tape.dot().
+    read then or later: print(tape), tape.why(x), tape.tree(), tape.dot(), tape.html(path).
 
     nodes: the Nodes, in creation order; records: a Record for each, same order; leaves: a Leaf for each leaf they used;
     pulls: a Pull for each node that the backward passes went through, in the order they ran. Values are noted as they
@@ -193,7 +203,8 @@ class Tape(Modules):
         self._numbers[node.index] = len(self.nodes)
         self.records.append(Record(
             len(self.nodes), op.name, formula, equation, rule, inputs, text.shown(op, params), node.shape, node.dtype,
-            str(node.device), node.backend, kept, node.line, self.path, value, attention))
+            str(node.device), node.backend, kept, node.line, self.path, value, attention, self._held + kept,
+            len(self._pulls), _hollow(params) if getattr(op, "reference", None) else {}))
         self.nodes.append(node)
         self._held += kept
 
@@ -315,6 +326,13 @@ class Tape(Modules):
     def dot(self) -> str:
         """The graph for Graphviz (`dot -Tsvg`), clustered by module: text, which needs nothing installed."""
         return text.dot(self)
+
+    def html(self, path: str | os.PathLike[str], tokens: Sequence | None = None) -> None:
+        """Write the tape as a page: one file that opens from disk and steps through the forward and the backward pass.
+        tokens: labels of the positions, for the axes of attention that have as many. See `minigrad/study/page`."""
+        from minigrad.study import page  # it reads Tapes, so it is above this file
+
+        page.write(self, path, tokens)
 
     def _find(self, x: Any) -> Reference:
         if isinstance(x, Tensor):
