@@ -35,8 +35,8 @@ from minigrad import nn, optim, train
 from minigrad.tape import Watcher
 
 PAD, BEGIN, END, FIRST = 0, 1, 2, 3                      # tokens of both vocabularies: letters or phonemes follow
-SIZES = dict(width=128, heads=4, encoder=3, decoder=2, batch=256, lr=3e-3)
-STEPS, QUICK = 6000, 600
+SIZES = dict(width=128, heads=4, encoder=3, decoder=2, batch=128, lr=4e-3)
+STEPS, QUICK = 3200, 800
 MUON = 5.0                                               # Muon's learning rate is this many times AdamW's
 BEAMS, PENALTY = (4, 8), 0.0
 PUBLISHED = """\

