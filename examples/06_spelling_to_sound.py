@@ -428,10 +428,10 @@ def main(argv: list[str] | None = None) -> int:
         parts[part_of(word)].append(word)
     if not all(parts.values()):
         raise ValueError(f"[dictionary] some words must fall into each part: {path} has only {len(dictionary)}")
-    pairs = {part: Pairs(words, dictionary, letters, phonemes, settings["batch"], settings["seed"])
-             for part, words in parts.items() if part != "test"}
-    print(f"{len(dictionary):,} words: {len(parts['train']):,} to learn ({len(pairs['train']):,} pronunciations), "
-          f"{len(parts['dev']):,} to watch, {len(parts['test']):,} held out; {len(names)} letters, {len(sounds)} "
+    pairs = Pairs(parts["train"], dictionary, letters, phonemes, settings["batch"], settings["seed"])
+    watched = Pairs(parts["dev"][::4], dictionary, letters, phonemes, settings["batch"])     # so few are read whole
+    print(f"{len(dictionary):,} words: {len(parts['train']):,} to learn ({len(pairs):,} pronunciations), "
+          f"{len(parts['dev']):,} to choose by, {len(parts['test']):,} held out; {len(names)} letters, {len(sounds)} "
           "phonemes")
 
     mg.manual_seed(settings["seed"])
@@ -443,8 +443,8 @@ def main(argv: list[str] | None = None) -> int:
                                optim.Muon(matrices, lr=lr * MUON, weight_decay=0.0))
     schedule = optim.cosine_schedule(lr, steps, warmup=min(100, steps // 10), min_lr=lr / 50)
     print(f"{model.num_parameters():,} parameters, {mg.get_num_threads()} threads; {steps} steps of "
-          f"{settings['batch']} pairs: {steps * settings['batch'] / len(pairs['train']):.1f} times through them all")
-    run = train.Run(out, model, optimizer, pairs["train"], pairs["dev"], steps, schedule, clip=1.0,
+          f"{settings['batch']} pairs: {steps * settings['batch'] / len(pairs):.1f} times through them all")
+    run = train.Run(out, model, optimizer, pairs, watched, steps, schedule, clip=1.0,
                     eval_every=max(1, steps // 10), settings=settings)
     if args.resume:
         run.resume()
