@@ -35,14 +35,14 @@ from minigrad import nn, optim, train
 from minigrad.tape import Watcher
 
 PAD, BEGIN, END, FIRST = 0, 1, 2, 3                      # tokens of both vocabularies: letters or phonemes follow
-SIZES = dict(width=128, heads=4, encoder=3, decoder=2, batch=128, lr=4e-3)
+SIZES = dict(width=128, heads=4, encoder=3, decoder=2, batch=128, lr=4e-3, seed=1337)
 STEPS, QUICK = 3200, 800
 MUON = 5.0                                               # Muon's learning rate is this many times AdamW's
 BEAMS, PENALTY = (4, 8), 0.0
 PUBLISHED = """\
-  on CMUdict as it is now, without stress, other splits (github.com/cmusphinx/g2p-seq2seq):
-    Phonetisaurus, a joint n-gram model  33.9     Transformer of 2 layers, width 256  31
-  on the cleaner CMUdict of the PRONALSYL challenge, 2007, whose numbers papers compare:
+  on CMUdict of about 2018 without stress, another split (github.com/cmusphinx/g2p-seq2seq):
+    joint n-grams (Phonetisaurus)  33.9           Transformer of 2 layers, width 256  31
+  on the cleaner CMUdict of 2007 that papers compare on, where Phonetisaurus makes 24.4:
     joint n-grams (Bisani and Ney, 2008)  24.5    bidirectional LSTM (Yao and Zweig, 2015)  23.55
     Transformer (Yolchuyeva et al., 2019)  22.1"""
 
@@ -359,16 +359,15 @@ def draw_map(weights: np.ndarray, word: str, said: tuple[str, ...], path: Path) 
 
 def arguments(argv: list[str] | None) -> argparse.Namespace:
     p = argparse.ArgumentParser(description=__doc__.split("\n")[0])
-    p.add_argument("--quick", action="store_true", help=f"{QUICK} steps instead of {STEPS}")
+    p.add_argument("--quick", action="store_true", help=f"a new run of {QUICK} steps instead of {STEPS}")
     p.add_argument("--steps", type=int, metavar="N", help="so many steps")
     p.add_argument("--out", default="runs/spelling", metavar="DIR", help="the run's folder (default: runs/spelling)")
     p.add_argument("--resume", action="store_true", help="go on with the run in --out; --steps may be raised")
     p.add_argument("--word", nargs="+", metavar="WORD", help="pronounce these with the model in --out, and no more")
     p.add_argument("--dictionary", type=Path, metavar="FILE", help="another dictionary in CMUdict's form")
     p.add_argument("--threads", type=int, help="CPU threads (default: all cores)")
-    p.add_argument("--seed", type=int, default=1337, help="of a new run")
     for name, size in SIZES.items():
-        p.add_argument(f"--{name}", type=type(size), default=size, help=f"of a new run (default: {size})")
+        p.add_argument(f"--{name}", type=type(size), help=f"of a new run (default: {size})")
     return p.parse_args(argv)
 
 
@@ -412,15 +411,22 @@ def main(argv: list[str] | None = None) -> int:
     names = sorted({c for word in dictionary for c in word})
     sounds = sorted({phoneme for pronunciations in dictionary.values() for said in pronunciations for phoneme in said})
     longest = max(max(len(word), *map(len, said)) for word, said in dictionary.items())
-    settings = {name: getattr(args, name) for name in (*SIZES, "seed")}
+    given = {name: getattr(args, name) for name in SIZES if getattr(args, name) is not None}
+    settings = {**SIZES, **given}
     settings |= {"letters": names, "phonemes": sounds, "context": longest + 10,      # a word never seen may be longer
                  "steps": QUICK if args.quick else STEPS, "digest": hashlib.sha256(path.read_bytes()).hexdigest()}
     if args.resume:
         saved = load_model(checkpoint)[1]
         if saved["digest"] != settings["digest"]:
             raise train.TrainingError(f"[resume] {path} is not the dictionary that this run began with")
+        if fixed := [f"--{name} ({saved[name]})" for name, value in given.items() if value != saved[name]]:
+            raise train.TrainingError("[resume] a run keeps its sizes and seed; this one cannot change "
+                                      f"{', '.join(fixed)}")
         settings = saved
-    settings["steps"] = args.steps or settings["steps"]
+    settings["steps"] = settings["steps"] if args.steps is None else args.steps
+    for name in ("steps", *SIZES):
+        if name != "seed" and not settings[name] > 0:
+            raise train.TrainingError(f"[arguments] --{name} must be above 0: {settings[name]}")
 
     letters, phonemes = Symbols(names), Symbols(sounds)
     parts: dict[str, list[str]] = {"train": [], "dev": [], "test": []}

@@ -121,6 +121,9 @@ def test_06_spelling_to_sound(tmp_path):
                                                                    "attention.png"}
     again = start("06_spelling_to_sound.py", tmp_path, "--dictionary", "toy.dict", "--out", "toy")
     assert again.returncode and again.stderr.startswith("error: [arguments] toy holds a run already")
+    again = start("06_spelling_to_sound.py", tmp_path, "--dictionary", "toy.dict", "--out", "toy", "--resume",
+                  "--width", 16, "--heads", 4)
+    assert again.stderr == "error: [resume] a run keeps its sizes and seed; this one cannot change --heads (2)\n"
     out = run("06_spelling_to_sound.py", tmp_path, "--out", "toy", "--word", "Bafo")
     assert len(re.findall(r"^Bafo .*\(probability 0\.\d\d\)$", out, re.MULTILINE)) == 4 and "    B a f o .\n" in out
 
