@@ -9,7 +9,7 @@ import io
 import json
 import os
 from collections.abc import Iterator
-from typing import Any, TypeVar
+from typing import Any, Protocol, TypeVar
 
 import numpy as np
 
@@ -230,6 +230,19 @@ def split(tokens: Text, val_fraction: float = 0.1) -> tuple[Text, Text]:
     return tokens[:cut], tokens[cut:]
 
 
+class Batches(Protocol):
+    """What train.Run learns from and train.evaluate reads: Windows of one text, or whatever a model's `loss` takes.
+
+    `batch(step)` depends on the step alone; `sequential(batch_size)` gives every row once, and
+    `len` says how many rows that is; `count` how many tokens of a batch's targets a mean loss is over.
+    """
+
+    def batch(self, step: int) -> tuple[np.ndarray, np.ndarray]: ...
+    def sequential(self, batch_size: int) -> Iterator[tuple[np.ndarray, np.ndarray]]: ...
+    def count(self, targets: np.ndarray) -> int: ...
+    def __len__(self) -> int: ...
+
+
 class Windows:
     """Windows of `context` tokens with, as targets, the token that follows each."""
 
@@ -270,8 +283,16 @@ class Windows:
         size = self.batch_size if batch_size is None else batch_size
         if size < 1:
             raise DataError(f"[sequential] batch_size must be 1 or more: {size}")
-        starts = np.arange((len(self.tokens) - 1) // self.context) * self.context
+        starts = np.arange(len(self)) * self.context
         return (self._at(starts[i : i + size]) for i in range(0, len(starts), size))
+
+    def __len__(self) -> int:
+        """The number of windows that do not overlap."""
+        return (len(self.tokens) - 1) // self.context
+
+    def count(self, targets: np.ndarray) -> int:
+        """The tokens of a batch's targets that a mean loss is over: all of them."""
+        return targets.size
 
     def _at(self, starts: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
         places = starts[:, None] + np.arange(self.context)

@@ -24,7 +24,7 @@ from typing import Any
 import numpy as np
 
 from minigrad.backend.random import get_rng_state, set_rng_state
-from minigrad.data import Windows
+from minigrad.data import Batches
 from minigrad.io import CheckpointError, load, load_metadata, save, write_whole
 from minigrad.nn.module import Module
 from minigrad.optim import Optimizer, Schedule, Together, clip_grad_norm_
@@ -52,17 +52,17 @@ def decay_groups(model: Module, weight_decay: float) -> list[dict[str, Any]]:
             {"params": [p for p in params if p.ndim < 2], "weight_decay": 0.0}]
 
 
-def evaluate(model: Module, windows: Windows, batch_size: int = 64, most: int | None = None) -> float:
+def evaluate(model: Module, windows: Batches, batch_size: int = 64, most: int | None = None) -> float:
     """Mean loss (nats per token) over the windows in order, each token once; `most`: only so many batches, evenly
     spread."""
     total, count = 0.0, 0
-    batches = -(-((len(windows.tokens) - 1) // windows.context) // batch_size)
+    batches = -(-len(windows) // batch_size)
     every = 1 if most is None else max(1, -(-batches // most))
     with model.evaluating():
         for i, (x, y) in enumerate(windows.sequential(batch_size)):
             if i % every == 0:
-                total += float(model.loss(x, y)) * y.size         # type: ignore[operator]
-                count += y.size
+                total += float(model.loss(x, y)) * windows.count(y)       # type: ignore[operator]
+                count += windows.count(y)
     return total / count
 
 
@@ -74,8 +74,8 @@ class Run:
     schedule(step) is the learning rate of the first parameter group; the others keep their ratio to it.
     """
 
-    def __init__(self, out: str | os.PathLike[str], model: Any, optimizer: Optimizer | Together, train: Windows,
-                 val: Windows, steps: int, schedule: Schedule, clip: float = 1.0, eval_every: int = 250,
+    def __init__(self, out: str | os.PathLike[str], model: Any, optimizer: Optimizer | Together, train: Batches,
+                 val: Batches, steps: int, schedule: Schedule, clip: float = 1.0, eval_every: int = 250,
                  settings: dict[str, Any] | None = None) -> None:
         self.out, self.model, self.optimizer, self.train, self.val = Path(out), model, optimizer, train, val
         self.steps, self.schedule, self.clip, self.eval_every = steps, schedule, clip, max(1, eval_every)
@@ -145,7 +145,7 @@ class Run:
                 norm = self._finite("gradient's norm", clip_grad_norm_(self.model.parameters(), self.clip))
                 self.optimizer.step()
                 self.step += 1
-                tokens += y.size
+                tokens += self.train.count(y)
                 self.losses.append(value)
                 self.seconds = spent + time.perf_counter() - begin
                 speed = tokens / (self.seconds - spent)

