@@ -2,14 +2,10 @@
 
 import csv
 import doctest
-<<<<<<< HEAD
+import importlib.metadata
 import importlib.util
 import io
 import math
-=======
-import importlib.metadata
-import importlib.util
->>>>>>> spell
 import os
 import re
 import subprocess
@@ -20,11 +16,8 @@ import numpy as np
 import pytest
 from conftest import or_skip
 
-<<<<<<< HEAD
 import minigrad as mg
-=======
 from minigrad import train
->>>>>>> spell
 
 EXAMPLES = Path(__file__).parents[1] / "examples"
 SCRIPTS = sorted(EXAMPLES.glob("[0-9][0-9]_*.py"))

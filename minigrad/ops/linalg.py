@@ -62,12 +62,7 @@ def matmul(a, b, /):
 
 
 def _linear_rule_x(ct, w):
-<<<<<<< HEAD
     return _rows_times(ct, w.T)
-=======
-    # one product: of an array (B, T, C) NumPy would make B small ones, two to four times as slow where T is short
-    return ct @ w.T if ct.ndim < 3 else reshape(_as_rows(ct) @ w.T, (*ct.shape[:-1], w.shape[0]))
->>>>>>> spell
 
 
 def _linear_rule_w(ct, x):
