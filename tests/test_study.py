@@ -172,6 +172,16 @@ def test_attention_weights_are_noted(way, options):
     np.testing.assert_array_equal(found.visible, want[:, :32, :32] > 0)
 
 
+def test_numerators_are_no_attention():
+    """exp on a line that bears the equation's number: weights only where no row sums to more than 1."""
+    s = leaf([1.0, 2.0], [3.0, 4.0])
+    with mg.Tape() as tape:
+        F.exp(s)  # (A.10.2)
+        F.exp(s - F.logsumexp(s, axis=-1, keepdims=True))  # (A.10.2)
+    exps = [r.attention for r in tape.records if r.name == "exp"]
+    assert exps[0] is None and exps[1].weights.sum() == pytest.approx(2.0)
+
+
 def test_values_false_reads_no_array(monkeypatch):
     """Structure only; the same nodes, references and bytes."""
     def read(*_):
@@ -597,12 +607,17 @@ FORWARD = [
     ("divide", lambda: leaf(0, 2) / leaf(0, 1), "a NaN", "division by 0"),
     ("power", lambda: leaf(0, 2) ** -1.0, "an infinity", "0 to a negative power"),
     ("power", lambda: leaf(-1, 2) ** 0.5, "a NaN", "a negative number to a fractional power"),
+    ("power", lambda: leaf(0, -1) ** 0.5, "a NaN", "a negative number to a fractional power"),   # the 0 is innocent
+    ("power", lambda: leaf(0, 1e200) ** 2.0, "an infinity", "an overflow"),
     ("exp", lambda: F.exp(leaf(12, dtype=HALF)), "an infinity", r"float16's largest, 65504, from x = 11\.09"),
     ("exp", lambda: F.exp(leaf(710)), "an infinity", r"from x = 709\.8"),
     ("multiply", lambda: leaf(300, dtype=HALF) * leaf(300, dtype=HALF), "an infinity", "65504: compute .*in float32"),
     ("matmul", lambda: leaf([300] * 4, dtype=HALF) @ leaf(*[[300]] * 4, dtype=HALF), "an infinity", "loss scaling"),
     ("subtract", lambda: leaf(np.inf) - np.inf, "a NaN", r"a \(1,\) float64 with 1 infinite, b inf; infinity minus"),
     ("multiply", lambda: leaf(0) * np.inf, "a NaN", "0 times infinity"),
+    ("sum", lambda: leaf(np.inf, -np.inf, 0).sum(), "a NaN", "infinity minus infinity"),
+    ("divide", lambda: leaf(np.inf, 0) / leaf(np.inf, 1), "a NaN", "infinity over infinity"),
+    ("sin", lambda: F.sin(leaf(np.inf, 0)), "a NaN", "1 infinite$"),                # no product here: no cause named
 ]
 
 

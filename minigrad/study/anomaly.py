@@ -130,11 +130,12 @@ def cause(name: str, given: dict[str, Any], what: str, dtype: np.dtype, backward
         return "the square root of a negative number"
     if name == "divide" and "b" in zero:
         return "division by 0: add a small number to b, or replace its zeros with mg.where before the division"
-    if name == "power" and "a" in zero:
+    if name == "power" and nan and "a" in negative:
+        return ("the derivative by b is ct y log a, and a has negative numbers: detach b" if backward
+                else "a negative number to a fractional power")
+    if name == "power" and "a" in zero and (backward or "b" in negative):
         return ("the derivative of a^b is infinite at 0 for b < 1: add a small number to a" if backward
                 else "0 to a negative power: add a small number to a")
-    if name == "power" and nan and "a" in negative:
-        return "a negative number to a fractional power"
     if "softmax" in name and first in infinite:
         if (given[first] == np.inf).any():
             return "a score of +inf has no softmax"
@@ -143,9 +144,11 @@ def cause(name: str, given: dict[str, Any], what: str, dtype: np.dtype, backward
     if name in ("exp", "expm1") and not nan and not infinite and not backward:
         return (f"e^x exceeds {dtype}'s largest, {_top(dtype)}, from x = {np.log(float(np.finfo(dtype).max)):.4g} on: "
                 "subtract the maximum first (F.softmax and F.logsumexp do), or clip x")
-    if nan and infinite and name in ("add", "subtract"):
+    if nan and infinite and name in ("add", "subtract", "sum", "mean", "cumsum"):
         return "infinity minus infinity; in a softmax: a row that is -inf everywhere"
-    if nan and infinite and (zero or backward):
+    if nan and infinite and name == "divide" and not backward:
+        return "infinity over infinity"
+    if nan and infinite and (backward or any(a != b for a in zero for b in infinite)):
         return ("0 times infinity: the infinity was there already; choose with mg.where before the op that makes it, "
                 "not after")
     return "" if nan or infinite else _largest(dtype, backward)

@@ -87,7 +87,9 @@ def attention_of(name: str, equation: str, y: Any, args: Sequence, params: dict[
         return made
     if y.ndim < 2 or params.get("axis", -1) not in (-1, y.ndim - 1) or not y.size:
         return None
-    if name in ("softmax", "masked_softmax") or name == "exp" and equation == "A.10.2":
+    if name == "exp" and not (equation == "A.10.2" and bool((y.sum(axis=-1) < 1.01).all())):
+        return None                                      # a line of the user's that computes numerators bears it too
+    if name in ("softmax", "masked_softmax", "exp"):
         seen = to_host(args[0]) > -np.inf                # exp: under mg.composed(), of S - log sum, -inf where hidden
         return Attention(to_host(y), seen if name != "masked_softmax" or args[1] is None else seen & to_host(args[1]))
     return None
