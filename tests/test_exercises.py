@@ -235,6 +235,15 @@ def test_arguments_reach_the_student_unharmed():
     np.testing.assert_array_equal(exercise.cases[0]["a"], before)
 
 
+@pytest.mark.parametrize("name", ["09_attention", "11_online_softmax", "12_tiled_attention"])
+def test_a_factor_of_two_is_not_the_scale(name):
+    """1/sqrt(D) is 1/2 for D = 4, and no answer of exercise 11, nor G_V, has it as a factor."""
+    exercise = BY_NAME[name]
+    rights = iter([exercise.right(case) for case in exercise.cases])
+    with pytest.raises(grade.Wrong, match="is 2 times the right answer"):
+        grade.diagnose(exercise, lambda *_: tuple(2.0 * r for r in next(rights)))
+
+
 @pytest.mark.parametrize("text, said", [
     ("import numpy as np\nadd_vjp = np.negative\n", "raises TypeError: negative"),     # a function without __code__
     ("def add_vjp(ct, a, b):\n    raise SystemExit(1)\n", "raises SystemExit: 1, line 2"),

@@ -150,6 +150,20 @@ def test_modules_and_parameters_have_their_paths():
     assert {r.module for r in tape.records} == {"Linear"}
 
 
+def test_modules_are_told_apart_by_identity():
+    """A dataclass has == and no hash; these two are equal and lie at different paths."""
+    @dataclasses.dataclass
+    class Scale(nn.Module):
+        by: float
+
+        def forward(self, x):
+            return x * self.by
+
+    with mg.Tape() as tape:
+        nn.Sequential(Scale(2.0), Scale(2.0))(leaf(1.0))
+    assert [r.module for r in tape.records] == ["0", "1"]
+
+
 @pytest.mark.parametrize("way", ["composed", "fused", "tiled", "reference"])
 @pytest.mark.parametrize("options", [
     {}, {"is_causal": True, "window": 3}, {"softcap": 2.0, "scale": 0.7}, {"sinks": mg.tensor([0.5, -1.0, 0.0, 2.0])},
@@ -673,6 +687,8 @@ def test_what_came_from_outside_is_said_so():
             (x * 2.0).backward(mg.tensor([np.inf]))
         with pytest.raises(mg.AnomalyError, match=r"came with an input: a \(1,\) float64 with 1 NaN of \[add\] at"):
             ((leaf(np.nan) + 1.0) * 2.0).backward()
+        with pytest.raises(mg.AnomalyError, match=r"1 infinite; no watched op made it"):     # that NaN is innocent
+            (leaf(np.inf) * 2.0).backward()
 
 
 def test_an_anomaly_in_a_model_names_module_and_parameter():

@@ -56,14 +56,16 @@ class detect_anomaly(Modules):
                     + ", ".join(f"{name} {described(a)}" for name, a in named)
                     + _because(cause(op.name, {name: _raw(a) for name, a in named}, what, out.dtype)))
             if had and what == "isnan" and not self.came:
-                self.came = f"it came with an input: {had[0][0]} {described(had[0][1])} of [{op.name}] at {at}"
+                name, a = had[0]
+                self.came = f"the first NaN came with an input: {name} {described(a)} of [{op.name}] at {at}"
         if node is not None:
             node.line = node.line or caller()
             self.prints[node], self.modules[node] = _fingerprints(node), self.path
 
     def started(self, y: Tensor) -> None:
         if _has(y, "isnan") or _has(y, "isinf"):
-            came = self.came or "no watched op made it: it came with an input"
+            came = self.came if _has(y, "isnan") else ""
+            came = came or "no watched op made it: it came with an input"
             raise AnomalyError(f"[backward] starts at {described(y)}; {came}")
 
     def pulling(self, node: Node, ct: Any) -> None:
