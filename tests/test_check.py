@@ -93,6 +93,13 @@ def test_a_wrong_rule_is_an_error_that_says_what_and_how_much(monkeypatch):
         check_grads(F.sin, np.ones(3), modes=("jvp",))
 
 
+def test_a_wrong_rule_is_seen_at_small_inputs(monkeypatch):
+    """The directions are as small as the inputs: 2 % of a derivative of 1 along 1e-6 is 2e-8, below a whole atol."""
+    plant(monkeypatch, "sin", lambda ct, x: 1.02 * ct * F.cos(x))
+    with pytest.raises(GradientError, match="relative error 0.02"):
+        check_grads(F.sin, np.array([1e-6, -3e-6]))
+
+
 def test_a_rule_wrong_at_second_order_only(monkeypatch):
     """Its values are right, its history is cut: x counts as a constant."""
     plant(monkeypatch, "square", lambda ct, x: 2.0 * ct * (x.detach() if isinstance(x, mg.Tensor) else x))

@@ -186,6 +186,14 @@ def test_attention_weights_are_noted(way, options):
     np.testing.assert_array_equal(found.visible, want[:, :32, :32] > 0)
 
 
+def test_an_empty_batch_has_no_weights_and_a_huge_block_no_warning():
+    q = mg.zeros(0, 2, 4, 3, requires_grad=True)
+    with mg.Tape() as tape:
+        F.scaled_dot_product_attention(q, q, q).sum().backward()
+    assert len(tape) > 1 and not any(r.attention for r in tape.records)
+    assert np.isinf(Snapshot(np.full(70, 1e308)).values).any()   # the sum of a block overflows; warnings are errors
+
+
 def test_numerators_are_no_attention():
     """exp on a line that bears the equation's number: weights only where no row sums to more than 1."""
     s = leaf([1.0, 2.0], [3.0, 4.0])

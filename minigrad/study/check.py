@@ -107,8 +107,8 @@ def check_grads(f: Callable, inputs: Any, order: int = 2, modes: Sequence[str] =
     f(*inputs) -> a Tensor or a tuple of them; inputs: one Tensor, array or number, or a list of them. Floats are copied
     to float64, all else is held constant and passed as it is. modes: "vjp" is reverse mode, "jvp" is `mg.jvp`; given
     both, <v, J u> must also be the same from both. Higher orders check the derivative of the one below.
-    eps is the step (about the cube root of float64's precision). |analytic - numeric| may be atol + rtol times their
-    size and a hundredth of their terms'. Inputs, `.grad` and the stream of random numbers stay as they were.
+    eps is the step (about the cube root of float64's precision). |analytic - numeric| may be rtol times their size and
+    a hundredth of their terms', and atol (of a direction whose largest element is below 1: as much less). Inputs, `.grad` and the stream of random numbers stay as they were.
 
     f must be differentiable where it is asked: at a kink (relu at 0, max at a tie) no difference has the derivative
     that the rule chose. Before it accuses, a second direction and longer and shorter steps are tried; an error at a
@@ -170,6 +170,7 @@ def _check_one(g: Callable, xs: list[Tensor], named: list[str], what: str, modes
                     return g(*xs[:i], moved(x, u, h), *xs[i + 1:])._data
 
             line, found = Line(at, v), {}
+            reach = min(float(np.abs(u).max(initial=0.0)), 1.0)      # a direction of small elements has small products
             for mode in [m for m in modes if not failed or m in failed]:
                 with np.errstate(all="ignore"):
                     if mode == "vjp":
@@ -178,7 +179,7 @@ def _check_one(g: Callable, xs: list[Tensor], named: list[str], what: str, modes
                         along = [_like(u if j == i else np.zeros(z.shape), x) for j, z in enumerate(xs)]
                         analytic, scale = dot(jvp(g, xs, along)[1], v)
                     found[mode] = analytic
-                    good, numeric = line.agrees(analytic, scale, eps, rtol, atol)
+                    good, numeric = line.agrees(analytic, scale, eps, rtol, atol * reach)
                     kink = not good and line.kinked(eps, scale)
                 failed.pop(mode, None)
                 if not good:
