@@ -108,7 +108,8 @@ def check_grads(f: Callable, inputs: Any, order: int = 2, modes: Sequence[str] =
     to float64, all else is held constant and passed as it is. modes: "vjp" is reverse mode, "jvp" is `mg.jvp`; given
     both, <v, J u> must also be the same from both. Higher orders check the derivative of the one below.
     eps is the step (about the cube root of float64's precision). |analytic - numeric| may be rtol times their size and
-    a hundredth of their terms', and atol (of a direction whose largest element is below 1: as much less). Inputs, `.grad` and the stream of random numbers stay as they were.
+    a hundredth of their terms', and atol (of a direction whose largest element is below 1: as much less). Inputs,
+    `.grad` and the stream of random numbers stay as they were.
 
     f must be differentiable where it is asked: at a kink (relu at 0, max at a tie) no difference has the derivative
     that the rule chose. Before it accuses, a second direction and longer and shorter steps are tried; an error at a
