@@ -717,3 +717,5 @@ def test_an_anomaly_in_a_recorded_backward_pass():
         y = F.sqrt(x).sum()
         with pytest.raises(mg.AnomalyError, match=r"\[divide\] made an infinity in the backward pass of \[sqrt\]"):
             mg.gradients(y, [x], create_graph=True)
+        with pytest.raises(mg.AnomalyError, match=r"\[log\] made an infinity in the forward pass at"):
+            F.log(x)                                     # that pass is over

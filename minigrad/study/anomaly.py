@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 
 from minigrad.backend.device import is_array, to_host, xp
-from minigrad.study.tape import Modules, caller
+from minigrad.study.tape import Modules, caller, passes
 from minigrad.tape import Node, Part, Tensor, _raw, describe
 
 
@@ -51,8 +51,9 @@ class detect_anomaly(Modules):
         for what, kind in _KINDS:                        # an op outside the tape may make infinities: a mask
             had = [(name, a) for name, a in named if _has(a, what)]
             if _has(out, what) and not had and (node is not None or what == "isnan"):
+                during = self.through if passes() else ""        # an error may have ended the pass that it names
                 raise AnomalyError(
-                    f"[{op.name}] made {kind} in the {self.through or 'forward pass'} at {at}: "
+                    f"[{op.name}] made {kind} in the {during or 'forward pass'} at {at}: "
                     + ", ".join(f"{name} {described(a)}" for name, a in named)
                     + _because(cause(op.name, {name: _raw(a) for name, a in named}, what, out.dtype)))
             if had and what == "isnan" and not self.came:
