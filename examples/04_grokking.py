@@ -64,9 +64,9 @@ def arguments(argv: list[str] | None) -> argparse.Namespace:
     p.add_argument("--out", default="runs/grokking", metavar="DIR")
     p.add_argument("--threads", type=int, help="CPU threads (default: all cores)")
     args = p.parse_args(argv)
-    if min(args.epochs, args.every, args.after) < 1 or not 0.0 < args.fraction < 1.0:
-        raise ValueError("[arguments] --epochs, --every and --after are at least 1 and --fraction is between 0 and 1: "
-                         f"got {args.epochs}, {args.every}, {args.after}, {args.fraction}")
+    if min(args.epochs, args.every, args.after) < 1 or not 1.0 / P**2 <= args.fraction < 1.0:
+        raise ValueError("[arguments] --epochs, --every and --after are at least 1 and --fraction is between 0 and 1, "
+                         f"of {P**2} questions: got {args.epochs}, {args.every}, {args.after}, {args.fraction}")
     return args
 
 

@@ -78,7 +78,8 @@ def picture(x: Any, side: int = 32) -> np.ndarray:
         if n > side:
             starts = np.arange(side) * n // side
             counts = np.diff([*starts, n]).reshape((-1, 1) if axis == 0 else (1, -1))
-            x = np.add.reduceat(x, starts, axis=axis, dtype=np.float64) / counts
+            with np.errstate(all="ignore"):              # a sum too large is a block that is not finite
+                x = np.add.reduceat(x, starts, axis=axis, dtype=np.float64) / counts
     return x
 
 

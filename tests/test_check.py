@@ -48,6 +48,31 @@ def test_a_kink_close_by_is_no_error_and_one_hit_is_named():
     assert check_grads(F.relu, np.array([1e-9, -1e-9, 2.0]))
     with pytest.raises(GradientError, match="left and right derivatives differ"):
         check_grads(F.relu, np.zeros(3))
+    with pytest.raises(GradientError, match="left and right derivatives differ"):
+        check_grads(lambda x: x.max(), np.ones(2))       # order 2: the first derivative jumps at a tie, evenly about it
+
+    def blind(x):
+        with mg.no_grad():
+            return x * 2.0
+
+    with pytest.raises(GradientError, match="analytic 0, numeric") as error:
+        check_grads(blind, mg.randn(3))
+    assert "left and right" not in str(error.value)      # a line has no kink, whatever the analytic derivative is
+
+
+def test_what_is_not_finite_is_not_called_wrong():
+    """A mask's infinities are constants; NaN and infinite values have no derivative; sqrt at 0 has no difference. A
+    square of 1e200 among the inputs overflows in no place of the checker's own (warnings are errors)."""
+    x = mg.randn(3, 2, dtype=np.float64)
+    seen = np.array([[True, False], [True, True], [False, True]])
+    for modes in (("vjp", "jvp"), ("vjp",), ("jvp",)):
+        assert check_grads(lambda x: mg.where(seen, x * x, -np.inf), x, modes=modes)
+    for f, at in ((F.exp, np.array([np.nan, 1.0])), (F.log, np.array([-1.0])), (lambda x: x * np.inf, np.ones(2))):
+        with pytest.raises(ValueError, match="not finite at these inputs"), np.errstate(all="ignore"):
+            check_grads(f, at)
+    with pytest.raises(GradientError, match="no difference is finite"):
+        check_grads(F.sqrt, np.zeros(2))
+    assert check_grads(lambda x: x * 2.0, np.array([1e200, 0.0]))
 
 
 def plant(monkeypatch, name, rule):
@@ -66,6 +91,13 @@ def test_a_wrong_rule_is_an_error_that_says_what_and_how_much(monkeypatch):
     assert isinstance(caught.value, AssertionError) and "\n" not in message
     with pytest.raises(GradientError, match="order 1, jvp"):
         check_grads(F.sin, np.ones(3), modes=("jvp",))
+
+
+def test_a_wrong_rule_is_seen_at_small_inputs(monkeypatch):
+    """The directions are as small as the inputs: 2 % of a derivative of 1 along 1e-6 is 2e-8, below a whole atol."""
+    plant(monkeypatch, "sin", lambda ct, x: 1.02 * ct * F.cos(x))
+    with pytest.raises(GradientError, match="relative error 0.02"):
+        check_grads(F.sin, np.array([1e-6, -3e-6]))
 
 
 def test_a_rule_wrong_at_second_order_only(monkeypatch):
@@ -124,6 +156,11 @@ def test_what_cannot_be_checked_is_said():
         check_grads(lambda x: x, x, modes=("forward",))
     with pytest.raises(ValueError, match="order"):
         check_grads(lambda x: x, x, order=0)
+    for bounds in ({"eps": 0.0}, {"rtol": -1.0}, {"atol": np.nan}):
+        with pytest.raises(ValueError, match="eps is above 0"):
+            check_grads(lambda x: x, x, **bounds)
+    with pytest.raises(TypeError, match="got an empty one"):
+        check_grads(lambda x: (), x)
 
 
 # -------------------------------------------------------------------------------------------------- localize
@@ -246,6 +283,15 @@ def test_values_at_the_edge_of_a_domain_accuse_nobody():
     for seed in range(3):
         result = localize(f, np.random.default_rng(seed).standard_normal((20, 30)).astype(np.float32), seed=seed)
         assert result and not result.skipped, str(result)
+
+
+@pytest.mark.parametrize("f", [lambda x: F.log(x * 0.0), lambda x: F.exp(x * 1e4), lambda x: F.exp(x * np.nan)],
+                         ids=["log of 0", "overflow", "NaN"])
+def test_what_is_not_finite_is_passed_over(f):
+    """There the cotangent 0 that keeps infinities out of the sum meets an infinite derivative: NaN, and no rule's."""
+    with np.errstate(all="ignore"):
+        found = localize(f, np.array([1.0, 2.0]))
+    assert found and "not finite" in str(found) or not found.skipped and found.nodes == 2
 
 
 def test_one_wrong_element_among_many_is_found(monkeypatch):

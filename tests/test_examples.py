@@ -252,3 +252,5 @@ def test_bad_arguments_are_one_line(tmp_path):
     assert done.returncode == 1 and done.stderr.startswith("error: [arguments]") and done.stderr.count("\n") == 1
     with pytest.raises(ValueError, match=r"\[arguments\] --steps and --every are at least 1: got 0, 50"):
         loaded(EXAMPLES / "05_induction_heads.py").arguments(["--steps", "0"])
+    with pytest.raises(ValueError, match="of 12769 questions: got"):                 # 0.00005 of them are none
+        loaded(EXAMPLES / "04_grokking.py").arguments(["--fraction", "0.00005"])

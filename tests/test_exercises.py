@@ -233,3 +233,23 @@ def test_arguments_reach_the_student_unharmed():
 
     assert "writes into its argument a" in said(exercise, spoils)
     np.testing.assert_array_equal(exercise.cases[0]["a"], before)
+
+
+@pytest.mark.parametrize("name", ["09_attention", "11_online_softmax", "12_tiled_attention"])
+def test_a_factor_of_two_is_not_the_scale(name):
+    """1/sqrt(D) is 1/2 for D = 4, and no answer of exercise 11, nor G_V, has it as a factor."""
+    exercise = BY_NAME[name]
+    rights = iter([exercise.right(case) for case in exercise.cases])
+    with pytest.raises(grade.Wrong, match="is 2 times the right answer"):
+        grade.diagnose(exercise, lambda *_: tuple(2.0 * r for r in next(rights)))
+
+
+@pytest.mark.parametrize("text, said", [
+    ("import numpy as np\nadd_vjp = np.negative\n", "raises TypeError: negative"),     # a function without __code__
+    ("def add_vjp(ct, a, b):\n    raise SystemExit(1)\n", "raises SystemExit: 1, line 2"),
+    ("raise SystemExit(3)\n", "stops while it is read: SystemExit: 3, line 1")],
+                         ids=["ufunc", "exit", "exit at import"])
+def test_answers_that_stop_in_unusual_ways_are_sentences(tmp_path, text, said):
+    (tmp_path / "01_add.py").write_text(text, encoding="utf-8")
+    with pytest.raises(grade.Wrong, match=said):
+        grade.diagnose(BY_NAME["01_add"], grade.load(tmp_path / "01_add.py", "add_vjp"))

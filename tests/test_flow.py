@@ -66,6 +66,18 @@ def test_each_number_by_hand():
     assert [r["layer"] for r in flow.rows] == ["Two", "a", "b", "a.weight", "a.bias", "b.weight", "b.bias"]
 
 
+def test_a_module_called_twice_is_measured_at_its_last_output():
+    """y = a(a(x)), loss sum y^2: the last output is y and the gradient by it 2 y, not that by the first output."""
+    model = nn.Sequential(nn.Linear(2, 2))
+    with watch(model) as flow:
+        y = model[0](model[0](mg.randn(4, 2)) * 3.0)
+        (y * y).sum().backward()
+        optim.SGD(model.parameters(), lr=0.1).step()
+    found = row(flow, "0")
+    assert found["activation_rms"] == pytest.approx(norm(y.numpy()) / math.sqrt(8), rel=1e-5)
+    assert found["gradient_norm"] == pytest.approx(norm(2 * y.numpy()), rel=1e-5)
+
+
 @pytest.mark.parametrize("implementation", ["fused", "tiled", "composed"])
 def test_attention_entropy_of_each_head(implementation):
     """Causal, T = 4: with all scores equal row i is uniform over i + 1 keys, so the mean is mean log (i + 1); a head

@@ -214,6 +214,8 @@ def test_refusals(tape, tmp_path):
         mg.Tape().html(old)
     with pytest.raises(ValueError, match=r"^\[Tape.html\] tokens must label .* there are 6: got 5 tokens$"):
         tape.html(old, tokens="abcde")
+    with pytest.raises(TypeError, match=r"^\[Tape.html\] tokens are labels, one for each position: got 6$"):
+        tape.html(old, tokens=6)
     with pytest.raises(FileNotFoundError, match="the folder must exist"):
         tape.html(tmp_path / "none" / "tape.html")
     with pytest.raises(IsADirectoryError):

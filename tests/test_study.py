@@ -150,6 +150,20 @@ def test_modules_and_parameters_have_their_paths():
     assert {r.module for r in tape.records} == {"Linear"}
 
 
+def test_modules_are_told_apart_by_identity():
+    """A dataclass has == and no hash; these two are equal and lie at different paths."""
+    @dataclasses.dataclass
+    class Scale(nn.Module):
+        by: float
+
+        def forward(self, x):
+            return x * self.by
+
+    with mg.Tape() as tape:
+        nn.Sequential(Scale(2.0), Scale(2.0))(leaf(1.0))
+    assert [r.module for r in tape.records] == ["0", "1"]
+
+
 @pytest.mark.parametrize("way", ["composed", "fused", "tiled", "reference"])
 @pytest.mark.parametrize("options", [
     {}, {"is_causal": True, "window": 3}, {"softcap": 2.0, "scale": 0.7}, {"sinks": mg.tensor([0.5, -1.0, 0.0, 2.0])},
@@ -170,6 +184,24 @@ def test_attention_weights_are_noted(way, options):
     assert found.weights.shape == (4, 32, 32) and (found.queries, found.keys) == (40, 40 + sunk)
     np.testing.assert_allclose(found.weights, want[:, :32, :32], rtol=1e-12, atol=1e-15)
     np.testing.assert_array_equal(found.visible, want[:, :32, :32] > 0)
+
+
+def test_an_empty_batch_has_no_weights_and_a_huge_block_no_warning():
+    q = mg.zeros(0, 2, 4, 3, requires_grad=True)
+    with mg.Tape() as tape:
+        F.scaled_dot_product_attention(q, q, q).sum().backward()
+    assert len(tape) > 1 and not any(r.attention for r in tape.records)
+    assert np.isinf(Snapshot(np.full(70, 1e308)).values).any()   # the sum of a block overflows; warnings are errors
+
+
+def test_numerators_are_no_attention():
+    """exp on a line that bears the equation's number: weights only where no row sums to more than 1."""
+    s = leaf([1.0, 2.0], [3.0, 4.0])
+    with mg.Tape() as tape:
+        F.exp(s)  # (A.10.2)
+        F.exp(s - F.logsumexp(s, axis=-1, keepdims=True))  # (A.10.2)
+    exps = [r.attention for r in tape.records if r.name == "exp"]
+    assert exps[0] is None and exps[1].weights.sum() == pytest.approx(2.0)
 
 
 def test_values_false_reads_no_array(monkeypatch):
@@ -597,12 +629,17 @@ FORWARD = [
     ("divide", lambda: leaf(0, 2) / leaf(0, 1), "a NaN", "division by 0"),
     ("power", lambda: leaf(0, 2) ** -1.0, "an infinity", "0 to a negative power"),
     ("power", lambda: leaf(-1, 2) ** 0.5, "a NaN", "a negative number to a fractional power"),
+    ("power", lambda: leaf(0, -1) ** 0.5, "a NaN", "a negative number to a fractional power"),   # the 0 is innocent
+    ("power", lambda: leaf(0, 1e200) ** 2.0, "an infinity", "an overflow"),
     ("exp", lambda: F.exp(leaf(12, dtype=HALF)), "an infinity", r"float16's largest, 65504, from x = 11\.09"),
     ("exp", lambda: F.exp(leaf(710)), "an infinity", r"from x = 709\.8"),
     ("multiply", lambda: leaf(300, dtype=HALF) * leaf(300, dtype=HALF), "an infinity", "65504: compute .*in float32"),
     ("matmul", lambda: leaf([300] * 4, dtype=HALF) @ leaf(*[[300]] * 4, dtype=HALF), "an infinity", "loss scaling"),
     ("subtract", lambda: leaf(np.inf) - np.inf, "a NaN", r"a \(1,\) float64 with 1 infinite, b inf; infinity minus"),
     ("multiply", lambda: leaf(0) * np.inf, "a NaN", "0 times infinity"),
+    ("sum", lambda: leaf(np.inf, -np.inf, 0).sum(), "a NaN", "infinity minus infinity"),
+    ("divide", lambda: leaf(np.inf, 0) / leaf(np.inf, 1), "a NaN", "infinity over infinity"),
+    ("sin", lambda: F.sin(leaf(np.inf, 0)), "a NaN", "1 infinite$"),                # no product here: no cause named
 ]
 
 
@@ -658,6 +695,8 @@ def test_what_came_from_outside_is_said_so():
             (x * 2.0).backward(mg.tensor([np.inf]))
         with pytest.raises(mg.AnomalyError, match=r"came with an input: a \(1,\) float64 with 1 NaN of \[add\] at"):
             ((leaf(np.nan) + 1.0) * 2.0).backward()
+        with pytest.raises(mg.AnomalyError, match=r"1 infinite; no watched op made it"):     # that NaN is innocent
+            (leaf(np.inf) * 2.0).backward()
 
 
 def test_an_anomaly_in_a_model_names_module_and_parameter():
@@ -678,3 +717,5 @@ def test_an_anomaly_in_a_recorded_backward_pass():
         y = F.sqrt(x).sum()
         with pytest.raises(mg.AnomalyError, match=r"\[divide\] made an infinity in the backward pass of \[sqrt\]"):
             mg.gradients(y, [x], create_graph=True)
+        with pytest.raises(mg.AnomalyError, match=r"\[log\] made an infinity in the forward pass at"):
+            F.log(x)                                     # that pass is over

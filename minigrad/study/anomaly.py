@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 
 from minigrad.backend.device import is_array, to_host, xp
-from minigrad.study.tape import Modules, caller
+from minigrad.study.tape import Modules, caller, passes
 from minigrad.tape import Node, Part, Tensor, _raw, describe
 
 
@@ -51,19 +51,22 @@ class detect_anomaly(Modules):
         for what, kind in _KINDS:                        # an op outside the tape may make infinities: a mask
             had = [(name, a) for name, a in named if _has(a, what)]
             if _has(out, what) and not had and (node is not None or what == "isnan"):
+                during = self.through if passes() else ""        # an error may have ended the pass that it names
                 raise AnomalyError(
-                    f"[{op.name}] made {kind} in the {self.through or 'forward pass'} at {at}: "
+                    f"[{op.name}] made {kind} in the {during or 'forward pass'} at {at}: "
                     + ", ".join(f"{name} {described(a)}" for name, a in named)
                     + _because(cause(op.name, {name: _raw(a) for name, a in named}, what, out.dtype)))
             if had and what == "isnan" and not self.came:
-                self.came = f"it came with an input: {had[0][0]} {described(had[0][1])} of [{op.name}] at {at}"
+                name, a = had[0]
+                self.came = f"the first NaN came with an input: {name} {described(a)} of [{op.name}] at {at}"
         if node is not None:
             node.line = node.line or caller()
             self.prints[node], self.modules[node] = _fingerprints(node), self.path
 
     def started(self, y: Tensor) -> None:
         if _has(y, "isnan") or _has(y, "isinf"):
-            came = self.came or "no watched op made it: it came with an input"
+            came = self.came if _has(y, "isnan") else ""
+            came = came or "no watched op made it: it came with an input"
             raise AnomalyError(f"[backward] starts at {described(y)}; {came}")
 
     def pulling(self, node: Node, ct: Any) -> None:
@@ -130,11 +133,12 @@ def cause(name: str, given: dict[str, Any], what: str, dtype: np.dtype, backward
         return "the square root of a negative number"
     if name == "divide" and "b" in zero:
         return "division by 0: add a small number to b, or replace its zeros with mg.where before the division"
-    if name == "power" and "a" in zero:
+    if name == "power" and nan and "a" in negative:
+        return ("the derivative by b is ct y log a, and a has negative numbers: detach b" if backward
+                else "a negative number to a fractional power")
+    if name == "power" and "a" in zero and (backward or "b" in negative):
         return ("the derivative of a^b is infinite at 0 for b < 1: add a small number to a" if backward
                 else "0 to a negative power: add a small number to a")
-    if name == "power" and nan and "a" in negative:
-        return "a negative number to a fractional power"
     if "softmax" in name and first in infinite:
         if (given[first] == np.inf).any():
             return "a score of +inf has no softmax"
@@ -143,9 +147,11 @@ def cause(name: str, given: dict[str, Any], what: str, dtype: np.dtype, backward
     if name in ("exp", "expm1") and not nan and not infinite and not backward:
         return (f"e^x exceeds {dtype}'s largest, {_top(dtype)}, from x = {np.log(float(np.finfo(dtype).max)):.4g} on: "
                 "subtract the maximum first (F.softmax and F.logsumexp do), or clip x")
-    if nan and infinite and name in ("add", "subtract"):
+    if nan and infinite and name in ("add", "subtract", "sum", "mean", "cumsum"):
         return "infinity minus infinity; in a softmax: a row that is -inf everywhere"
-    if nan and infinite and (zero or backward):
+    if nan and infinite and name == "divide" and not backward:
+        return "infinity over infinity"
+    if nan and infinite and (backward or any(a != b for a in zero for b in infinite)):
         return ("0 times infinity: the infinity was there already; choose with mg.where before the op that makes it, "
                 "not after")
     return "" if nan or infinite else _largest(dtype, backward)

@@ -60,18 +60,21 @@ class Line:
                 return True, numeric
         return False, best
 
-    def kinked(self, eps: float, scale: float) -> bool:
-        """Whether the derivatives to the left and to the right differ."""
+    def kinked(self, eps: float, scale: float, machine: float = 2.0**-52) -> bool:
+        """Whether the derivatives to the left and to the right differ, or the value jumps."""
         h = eps / 16.0
-        left, here, right = (self.value(h * side)[0] for side in (-1, 0, 1))
-        return abs(right - 2.0 * here + left) / h > 1e-3 * scale
+        (left, size), (here, _), (right, _) = (self.value(h * side) for side in (-1, 0, 1))
+        rise, rounding = abs(right - left), 16.0 * machine * size
+        bends = abs(right - 2.0 * here + left) > 1e-3 * max(h * scale, rise) + rounding
+        return bends or rise > 8.0 * h * abs(self.difference(eps)[0]) + rounding     # 2 h of it where it is smooth
 
 
 def direction(x: Any, rng: np.random.Generator) -> np.ndarray:
     """Random numbers of x's shape, each of the size of x's element (a zero's: small beside the others'), but at most 1,
     unless that were lost in the element's rounding."""
     size = np.abs(np.where(np.isfinite(x), x, 0.0))
-    usual = float(np.sqrt(np.mean(size * size))) if size.size else 0.0
+    top = float(size.max(initial=0.0)) or 1.0            # scaled, as a square of 1e200 would overflow
+    usual = top * float(np.sqrt(np.mean(np.square(size / top)))) if size.size else 0.0
     reach = np.where(size > 0.0, np.minimum(size, 1.0), 1e-4 * usual or 1.0)
     return rng.standard_normal(np.shape(x)) * np.maximum(reach, 1e-6 * size)
 
@@ -82,7 +85,7 @@ def moved(x: Tensor, u: np.ndarray, h: float) -> Any:
 
 def dot(a: Any, b: np.ndarray) -> tuple[float, float]:
     """<a, b> and the sum of its terms' sizes."""
-    terms = to_host(_raw(a)).astype(np.float64) * b
+    terms = np.multiply(to_host(_raw(a)), b, where=b != 0.0, out=np.zeros(b.shape))
     return float(terms.sum()), float(np.abs(terms).sum())
 
 
@@ -104,19 +107,23 @@ def check_grads(f: Callable, inputs: Any, order: int = 2, modes: Sequence[str] =
     f(*inputs) -> a Tensor or a tuple of them; inputs: one Tensor, array or number, or a list of them. Floats are copied
     to float64, all else is held constant and passed as it is. modes: "vjp" is reverse mode, "jvp" is `mg.jvp`; given
     both, <v, J u> must also be the same from both. Higher orders check the derivative of the one below.
-    eps is the step (about the cube root of float64's precision). |analytic - numeric| may be atol + rtol times their
-    size and a hundredth of their terms'. Inputs, `.grad` and the stream of random numbers stay as they were.
+    eps is the step (about the cube root of float64's precision). |analytic - numeric| may be rtol times their size and
+    a hundredth of their terms', and atol (of a direction whose largest element is below 1: as much less). Inputs,
+    `.grad` and the stream of random numbers stay as they were.
 
     f must be differentiable where it is asked: at a kink (relu at 0, max at a tie) no difference has the derivative
     that the rule chose. Before it accuses, a second direction and longer and shorter steps are tried; an error at a
     kink says that the left and right derivatives differ. Choose inputs away from it.
-    GradientError also for an f whose second call gives another value; ValueError and TypeError for what has no
-    derivative: no float input, an integer output.
+    Infinities among the outputs, such as a mask puts in, are not looked at. GradientError also for an f whose second
+    call gives another value; ValueError and TypeError for what has no derivative: no float input, an integer output,
+    a NaN.
     """
     if not set(modes) <= {"vjp", "jvp"} or not modes or isinstance(modes, str):
         raise ValueError(f'[check_grads] modes are "vjp" and "jvp", in a tuple: got {modes!r}')
     if isinstance(order, bool) or not isinstance(order, int) or order < 1:
         raise ValueError(f"[check_grads] order is an integer of at least 1: got {order!r}")
+    if not (eps > 0.0 and rtol >= 0.0 and atol >= 0.0):
+        raise ValueError(f"[check_grads] eps is above 0, rtol and atol are not below: got {eps!r}, {rtol!r}, {atol!r}")
     given = list(inputs) if isinstance(inputs, (list, tuple)) else [inputs]
     places = [i for i, x in enumerate(given) if is_float(x)]
     if not places:
@@ -137,6 +144,9 @@ def check_grads(f: Callable, inputs: Any, order: int = 2, modes: Sequence[str] =
         if not np.array_equal(a, b, equal_nan=True):
             raise GradientError(f"[check_grads] {_name(f)} is not deterministic: two calls on the same inputs differ; "
                                 "fix its random numbers (mg.manual_seed in it, model.eval()) and let it keep no state")
+        if np.isnan(a).any() or a.size and np.isinf(a).all():
+            raise ValueError(f"[check_grads] {_name(f)} is not finite at these inputs, so it has no derivative there: "
+                             "choose others")
         named = _argument_names(f, places, xs)
         rng, g = np.random.default_rng(seed), call
         for k in range(1, order + 1):
@@ -150,17 +160,18 @@ def _check_one(g: Callable, xs: list[Tensor], named: list[str], what: str, modes
                rtol: float, atol: float, rng: np.random.Generator) -> Callable:
     """Check the first derivative of g; gives that derivative as a function of the same xs, for the next order."""
     with no_grad(), np.errstate(all="ignore"):
-        shape = g(*xs).shape
+        seen = np.isfinite(to_host(g(*xs)._data))        # all but infinities, which a mask put there
     for i, (x, name) in enumerate(zip(xs, named)):
         failed: dict[str, str] = {}
         for _ in range(2):                               # a wrong derivative is wrong in nearly every direction
-            v, u = rng.standard_normal(shape), direction(to_host(x._data), rng)
+            v, u = rng.standard_normal(seen.shape) * seen, direction(to_host(x._data), rng)
 
             def at(h: float, i: int = i, x: Tensor = x, u: np.ndarray = u) -> Any:
                 with no_grad():
                     return g(*xs[:i], moved(x, u, h), *xs[i + 1:])._data
 
             line, found = Line(at, v), {}
+            reach = min(float(np.abs(u).max(initial=0.0)), 1.0)      # a direction of small elements has small products
             for mode in [m for m in modes if not failed or m in failed]:
                 with np.errstate(all="ignore"):
                     if mode == "vjp":
@@ -169,7 +180,7 @@ def _check_one(g: Callable, xs: list[Tensor], named: list[str], what: str, modes
                         along = [_like(u if j == i else np.zeros(z.shape), x) for j, z in enumerate(xs)]
                         analytic, scale = dot(jvp(g, xs, along)[1], v)
                     found[mode] = analytic
-                    good, numeric = line.agrees(analytic, scale, eps, rtol, atol)
+                    good, numeric = line.agrees(analytic, scale, eps, rtol, atol * reach)
                     kink = not good and line.kinked(eps, scale)
                 failed.pop(mode, None)
                 if not good:
@@ -177,7 +188,8 @@ def _check_one(g: Callable, xs: list[Tensor], named: list[str], what: str, modes
                         f"[check_grads] {what}, {mode}: the derivative by {name} is wrong: analytic {analytic:.8g}, "
                         f"numeric {numeric:.8g}, relative error {relative(analytic, numeric):.2g}"
                         + ("\nleft and right derivatives differ here: this may be a kink, where there is no derivative"
-                           if kink else ""))
+                           if kink else "" if np.isfinite(numeric) else
+                           "\nno difference is finite: f is not, close to these inputs; choose others"))
             if not failed:
                 break
         if failed:
@@ -185,7 +197,7 @@ def _check_one(g: Callable, xs: list[Tensor], named: list[str], what: str, modes
         if len(found) == 2 and not abs(found["vjp"] - found["jvp"]) <= 1e-9 * scale + 1e-3 * atol:
             raise GradientError(f"[check_grads] {what}: vjp and jvp disagree on the derivative by {name}: "
                                 f"{found['vjp']:.12g} and {found['jvp']:.12g}")
-    v, us = rng.standard_normal(shape), [direction(to_host(x._data), rng) for x in xs]
+    v, us = rng.standard_normal(seen.shape) * seen, [direction(to_host(x._data), rng) for x in xs]
     if "vjp" in modes:
         return lambda *floats: _joined(_tuple(vjp(g, *floats)[1](_like(v, xs[0]))))
     return lambda *floats: jvp(g, floats, [_like(u, xs[0]) for u in us])[1]
@@ -202,6 +214,8 @@ def _tuple(x: Any) -> tuple:
 def _joined(ys: Any) -> Tensor:
     """All outputs as one Tensor, checked."""
     ys = _tuple(ys)
+    if not ys:
+        raise TypeError("[check_grads] f returns a Tensor or a tuple of them: got an empty one")
     for y in ys:
         if not isinstance(y, Tensor):
             raise TypeError(f"[check_grads] f returns a Tensor or a tuple of them: got {describe(y)}")

@@ -2,7 +2,7 @@
 
 Per watched step and layer (a module of the model, or a parameter), in `rows`:
 
-* activation_rms: sqrt(mean y^2) of the module's output, the last op computed before its call returned;
+* activation_rms: sqrt(mean y^2) of the module's output, the last op computed before its (last) call returned;
 * gradient_norm: of a module, the norm of the loss's gradient by that output; of a parameter, of its `.grad` when it was
   updated (so after clipping);
 * weight_norm, update_ratio: |w| before the update, and |change of w| / |w|; no ratio where w was 0;
@@ -61,6 +61,7 @@ class Flow(Watcher):
     def _forget(self) -> None:
         self._found: dict[tuple[str, str], dict[str, Any]] = {}
         self._made: weakref.WeakKeyDictionary[Node, list[str]] = weakref.WeakKeyDictionary()
+        self._latest: dict[str, int] = {}                # of each module the number of the node it made last
         self._before: dict[str, Any] = {}
         self._updated = False
 
@@ -97,6 +98,7 @@ class Flow(Watcher):
         if path is not None:
             self._note("module", path, "activation_rms", _norm(out._data) / math.sqrt(max(1, out.size)))
             self._made.setdefault(out.node, []).append(path)
+            self._latest[path] = out.node.index
 
     def pulling(self, node: Node, ct: Any) -> None:
         if not self._on:
@@ -104,7 +106,8 @@ class Flow(Watcher):
         if not self._before and not self._updated:
             self._before = {path: p._data.copy() for path, p in self.model.named_parameters() if p.requires_grad}
         for path in self._made.get(node, ()):
-            self._note("module", path, "gradient_norm", _norm(_raw(ct)))
+            if self._latest[path] == node.index:         # of a module called several times the last output, as above
+                self._note("module", path, "gradient_norm", _norm(_raw(ct)))
 
     def stepped(self, optimizer: Any) -> None:
         self._update({id(p) for group in optimizer.param_groups for p in group["params"]})

@@ -128,7 +128,8 @@ def _check_node(found: Localized, op: Any, raws: list, params: dict, needs: list
         try:
             with _set(recording=True):
                 y = op(*leaves, **params)
-                v = rng.standard_normal(y.shape) * np.isfinite(to_host(y._data))
+                seen = np.isfinite(to_host(y._data))
+                v = rng.standard_normal(y.shape) * seen
                 cts = gradients(y, [leaves[i] for i in places], Tensor(v, device=y.device))
         except Exception as error:                       # the engine's, on what the rule returned, or its own
             found.wrong.append(WrongRule(op.name, " or ".join(names[i] for i in places), np.nan, np.nan, *where,
@@ -148,8 +149,9 @@ def _check_node(found: Localized, op: Any, raws: list, params: dict, needs: list
             good, numeric = line.agrees(analytic, scale, eps, min(eps, 0.01), 1e-14, machine)
             if good:
                 continue
-            clear = not abs(analytic - numeric) <= 0.01 * scale and not line.kinked(eps, scale)
-            if np.isfinite(numeric) and (beside or clear):
+            clear = not abs(analytic - numeric) <= 0.01 * scale and not line.kinked(eps, scale, machine)
+            decided = np.isfinite(numeric) and (np.isfinite(analytic) or seen.all())     # else it is 0 times infinity
+            if decided and (beside or clear):
                 found.wrong.append(WrongRule(op.name, names[i], analytic, numeric, *where))
             else:
                 suspects.append(i)

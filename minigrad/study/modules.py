@@ -16,18 +16,19 @@ class ModuleWatcher(Watcher):
 
     def __init__(self) -> None:
         self.calls: list[str] = []
-        self._paths: weakref.WeakKeyDictionary[Any, str] = weakref.WeakKeyDictionary()
+        self._paths: dict[int, tuple[weakref.ref, str]] = {}     # by id: a user's Module may define == and no hash
 
     @property
     def path(self) -> str:
         return self.calls[-1] if self.calls else ""
 
     def entered(self, module: Any) -> None:
-        if module not in self._paths:
+        known = self._paths.get(id(module))
+        if known is None or known[0]() is not module:
             above = f"{self.path}.{type(module).__name__}" if self.calls else ""
             for path, inner in module.named_modules(above):
-                self._paths[inner] = path or type(module).__name__
-        self.calls.append(self._paths[module])
+                self._paths[id(inner)] = weakref.ref(inner), path or type(module).__name__
+        self.calls.append(self._paths[id(module)][1])
 
     def left(self, module: Any) -> None:
         self.calls.pop()

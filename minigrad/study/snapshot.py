@@ -70,6 +70,8 @@ def attention_of(name: str, equation: str, y: Any, args: Sequence, params: dict[
     """The weights that an op computed, if it is attention or its softmax: A.10.2. A fused or tiled kernel does not give
     them out: they are computed again for the first 32 queries by the composition, in float64, with V = I."""
     args = [_raw(a) for a in args]
+    if not y.size:
+        return None                                      # an empty batch has no first element
     if name.startswith("attention_"):
         q, k, _, mask, bias, sinks = (None if a is None else to_host(a) for a in args)
         q, k, t, s = _first(q)[:, :SIDE], _first(k), q.shape[-2], k.shape[-2]
@@ -85,9 +87,11 @@ def attention_of(name: str, equation: str, y: Any, args: Sequence, params: dict[
         made = Attention(a, (seen if bias is None else seen & (bias > -np.inf))[..., :SIDE])
         made.queries, made.keys = t, s
         return made
-    if y.ndim < 2 or params.get("axis", -1) not in (-1, y.ndim - 1) or not y.size:
+    if y.ndim < 2 or params.get("axis", -1) not in (-1, y.ndim - 1):
         return None
-    if name in ("softmax", "masked_softmax") or name == "exp" and equation == "A.10.2":
+    if name == "exp" and not (equation == "A.10.2" and bool((y.sum(axis=-1) < 1.01).all())):
+        return None                                      # a line of the user's that computes numerators bears it too
+    if name in ("softmax", "masked_softmax", "exp"):
         seen = to_host(args[0]) > -np.inf                # exp: under mg.composed(), of S - log sum, -inf where hidden
         return Attention(to_host(y), seen if name != "masked_softmax" or args[1] is None else seen & to_host(args[1]))
     return None

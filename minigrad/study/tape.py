@@ -38,13 +38,13 @@ def _call() -> tuple[str, str]:
     return f"{_shortest(frame.f_code.co_filename, os.getcwd())}:{frame.f_lineno}", equation
 
 
-def _depth() -> int:
-    """In how many backward passes the one that runs now takes place: 1 in that of a checkpoint."""
+def passes() -> int:
+    """How many backward passes run now, each within the one before: 2 in that of a checkpoint."""
     frame: Any = sys._getframe(1)
-    count = -1
+    count = 0
     while frame is not None:
         count, frame = count + (frame.f_code is _pull_back.__code__), frame.f_back
-    return max(count, 0)
+    return count
 
 
 def _hollow(params: dict[str, Any]) -> dict[str, Any]:
@@ -211,7 +211,7 @@ class Tape(Modules):
     def pulling(self, node: Node, ct: Any) -> None:
         me = self._reference(node)
         if not self._arrived or me not in self._arrived[-1][1]:      # nothing led here: a pass begins at this node
-            del self._arrived[_depth():]                 # those that an error ended
+            del self._arrived[passes() - 1:]             # those that an error ended
             self._arrived.append((self._runs, set()))
             self._runs += 1
         number = self._numbers.get(node.index)

@@ -82,7 +82,7 @@ def load(path: Path, function: str) -> Callable:
         spec.loader.exec_module(module)
     except SyntaxError as error:
         raise Wrong(f"the file does not read as Python: {error.msg}, line {error.lineno}") from error
-    except Exception as error:
+    except (Exception, SystemExit) as error:             # exit() in a file of one's own is a mistake like any
         what = f"{type(error).__name__}: {error}{_line(error, str(path))}"
         raise Wrong(f"the file stops while it is read: {what}") from error
     if not callable(getattr(module, function, None)):
@@ -113,8 +113,10 @@ def _call(function: Callable, case: dict, returns: Sequence[str]) -> tuple:
             got = function(*given.values())
         except NotImplementedError as error:
             raise NotWritten from error
-        except Exception as error:
-            what = f"raises {type(error).__name__}: {error}{_line(error, function.__code__.co_filename)}"
+        except (Exception, SystemExit) as error:
+            code = getattr(function, "__code__", None)   # none in np.add or a cached function
+            where = _line(error, code.co_filename) if code else ""
+            what = f"raises {type(error).__name__}: {error}{where}"
             raise Raised(f"{what}; called with {_shapes(case)}") from error
     for name, value in given.items():
         if isinstance(value, np.ndarray) and not np.array_equal(value, case[name], equal_nan=True):

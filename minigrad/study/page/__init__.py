@@ -37,7 +37,7 @@ from minigrad.methods import picture
 from minigrad.study import text
 from minigrad.study.snapshot import SIDE
 from minigrad.study.tape import Tape
-from minigrad.tape import Tensor, _set
+from minigrad.tape import Tensor, _set, describe
 
 PICTURES = 240_000                                       # characters for all pictures: where more are due, coarser ones
 _SIDES = SIDE, 24, 16, 12, 8
@@ -130,6 +130,8 @@ def _explained(tape: Tape, pull: Any) -> Iterator[tuple[Any, str, str]]:
 def _labels(tokens: Sequence | None, attentions: Sequence[dict]) -> list[str] | None:
     if tokens is None:
         return None
+    if not hasattr(tokens, "__iter__"):
+        raise TypeError(f"[Tape.html] tokens are labels, one for each position: got {describe(tokens)}")
     labels = [str(token) for token in tokens]
     lengths = sorted({n for a in attentions for n in (a["queries"], a["keys"])})
     if len(labels) not in lengths:
