@@ -355,3 +355,12 @@ def test_events_are_recorded_without_a_wait_and_resolved_after_one(monkeypatch):
     assert abs(sum(row["seconds"] for row in p.by_op[:-1]) - p.total) < 1e-12
     assert abs(p.total * 1e3 - round(p.total * 1e3)) < 1e-6 and p.total > 0.1
     assert by(p.by_op, "optimiser")["seconds"] > 0 and by(p.by_op, "optimiser")["calls"] == 1
+
+
+def test_every_row_has_every_column_and_a_picture_needs_its_folder(tmp_path):
+    """The total has no calls, and says so by None; a refused path names the folder."""
+    x = mg.tensor([1.0, 2.0], requires_grad=True)
+    found = mg.study.profile(lambda: (x * x).sum().backward(), repeat=1)
+    assert found.by_op[-1]["calls"] is None and len({frozenset(row) for row in found.by_op}) == 1
+    with pytest.raises(FileNotFoundError, match="the folder must exist"):
+        found.svg(tmp_path / "missing" / "step.svg")

@@ -24,6 +24,7 @@ from typing import Any
 
 from minigrad.backend.device import is_array, xp
 from minigrad.backend.threads import get_num_threads
+from minigrad.io import write_whole
 from minigrad.ops.flops import backward_flops, flops
 from minigrad.study.clock import Clock, clock_of, machine_rates
 from minigrad.study.flame import flame
@@ -236,6 +237,7 @@ class Profile:
                  for key, cell in rest]
         whole = {key: sum(row.get(key) or 0 for row in rows) for key in ("forward", "backward", "flops", "bytes")}
         rows.append({title: "total", "seconds": self.total, "share": 1.0, **whole})
+        rows = [dict.fromkeys((title, *_COLUMNS)) | row for row in rows]         # every row has every column
         return Table(rows, {title: (title, str), **_COLUMNS})
 
     def _row(self, title: str, key: str, f: Cell, b: Cell) -> dict[str, Any]:
@@ -269,7 +271,8 @@ class Profile:
     def svg(self, path: str | Path) -> None:
         """A picture: time along x, modules and ops nested downwards, forward and backward side by side. One file
         without scripts; hover over a box for its numbers; follows a light or dark page."""
-        Path(path).write_text(flame(self.cells, self.total, self._title()), encoding="utf-8")
+        with write_whole(path, "w") as file:
+            file.write(flame(self.cells, self.total, self._title()))
 
 
 def profile(step: Callable[[], Any], repeat: int = 5) -> Profile:
