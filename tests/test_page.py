@@ -354,6 +354,7 @@ def test_attention_and_composition(tape, opened):
     r = next(r for r in tape.records if r.attention)
     window.evaluate(f"show({r.number})")
     window.click("text=All weights as numbers")
+    window.wait_for_selector(".attention table td")      # what a click opens is filled in by an event of its own
     cells = window.locator(".attention table td").all_inner_texts()
     due = [f"{w:.4f}" if seen else "hidden" for w, seen in zip(r.attention.weights.flat, r.attention.visible.flat)]
     assert cells == due and "hidden" in due
@@ -361,6 +362,7 @@ def test_attention_and_composition(tape, opened):
     assert window.locator("script").count() == 2 and window.locator(".attention b").count() == 0
     window.click("text=open its reference, 5 plain nodes")
     window.click("text=masked_softmax is fused")
+    window.wait_for_selector(".listing .listing li")
     assert window.locator(".listing .listing li").count() >= 4
     window.keyboard.press("b")
     assert window.inner_text("#panel .pass") == "backward"
